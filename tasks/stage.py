@@ -1,0 +1,61 @@
+"""What every stage shares: its plan (and so its fingerprint), and "find it, or make it".
+
+In: a stage's name, version, the parameters that matter, the artifacts it reads. Out: one artifact's reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter, fingerprint
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A kind of work. Raise `version` when the same parameters would give another result."""
+
+    name: str
+    kind: str
+    version: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One piece of work, told apart from every other by `fingerprint`; making a plan does no work.
+
+    `parameters` holds what changes the result and nothing else (no thread counts, no URLs), the target's, the
+    tokenizer's and the chat template's fingerprints included where the stage depends on them.
+    """
+
+    stage: Stage
+    parameters: Mapping[str, Any]
+    inputs: tuple[ArtifactRef, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.stage.name, self.stage.version, self.parameters, [ref.fingerprint for ref in self.inputs])
+
+    def find(self, store: ArtifactStore) -> ArtifactRef | None:
+        """The finished artifact, or None."""
+        return store.find(self.stage.kind, self.fingerprint)
+
+    def open(self, store: ArtifactStore) -> ArtifactWriter:
+        """A writer for this plan's artifact, with whatever parts an earlier, killed run left."""
+        return store.writer(
+            self.stage.kind,
+            self.fingerprint,
+            stage=self.stage.name,
+            stage_version=self.stage.version,
+            parameters=self.parameters,
+            inputs=self.inputs,
+        )
+
+
+def run_plan(plan: Plan, store: ArtifactStore, work: Callable[[ArtifactWriter], Mapping[str, Any]]) -> ArtifactRef:
+    """The plan's artifact: the one that is there, or the one that `work` writes; `work` returns the manifest's summary."""
+    with plan.open(store) as writer:
+        # Looked for under the writer's lock: a second build of the same plan waits, then finds the first one's.
+        found = plan.find(store)
+        return found or writer.commit(work(writer))
