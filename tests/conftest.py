@@ -1,0 +1,27 @@
+"""Fixtures that every test may use. Nothing here reaches the network, and nothing starts before it is asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# Set before any library reads them: no test asks a model hub, and no library reports home.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DO_NOT_TRACK", "true")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+# `--import-mode=importlib` leaves sys.path alone; helpers such as tests/tiny_target.py are imported as tests.*
+sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real prompts and rows beside the repository; they are not part of it, so a clone may lack them."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"real test data is not there: {folder}")
+    return folder
