@@ -50,11 +50,11 @@ def run_worker(
     """Run `module` as `__main__` with `<folder>/spec.json` as its one argument, to its end.
 
     The worker's output goes to `<folder>/worker.log`; `on_event` gets what it `emit`s, in order, on this
-    thread. It lives in a session of its own, with a temporary folder of its own; the kernel ends it when this process
-    dies; everything it started is ended before this function returns, on every way out.
+    thread. It lives in a session of its own, with a temporary folder of its own; the kernel ends it when this
+    process dies; everything it started is ended before this function returns, on every way out.
 
     `python`: the interpreter; default: this one. `env`: laid over this process's environment. `timeout`:
-    seconds for the whole run. Raises WorkerError (exit code not 0, or timeout), and whatever `on_event` raises.
+    seconds for the whole run. Raises WorkerError (exit code not 0, or timeout), and what `on_event` raises.
     """
     folder.mkdir(parents=True, exist_ok=True)
     spec_file, log_file, event_file = folder / "spec.json", folder / "worker.log", folder / "events.jsonl"
