@@ -5,6 +5,7 @@ In: a stage's name, version, the parameters that matter, the artifacts it reads.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +55,15 @@ class Plan:
 
 
 def run_plan(plan: Plan, store: ArtifactStore, work: Callable[[ArtifactWriter], Mapping[str, Any]]) -> ArtifactRef:
-    """The plan's artifact: the one that is there, or the one that `work` writes; `work` returns the manifest's summary."""
+    """The plan's artifact: the one that is there, or the one that `work` writes.
+
+    `work` returns the manifest's summary; `seconds`, what this run of it took, is added (after a kill the last run's).
+    """
     with plan.open(store) as writer:
         # Looked for under the writer's lock: a second build of the same plan waits, then finds the first one's.
         found = plan.find(store)
-        return found or writer.commit(work(writer))
+        if found:
+            return found
+        started = time.monotonic()
+        summary = work(writer)
+        return writer.commit({**summary, "seconds": round(time.monotonic() - started, 1)})

@@ -1,0 +1,151 @@
+"""From the feature store's rows to what the trainer and the evaluator are fed.
+
+In: a `FeatureReader` (numpy, raw bytes). Out: `Document`s of torch tensors that share the reader's memory, and a
+`DocumentSource` over a choice of rows. The only place where a stored bfloat16 becomes one of torch's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3core.batch import Document, HiddenTeacher, Teacher, TopKTeacher
+from storage.features import FeatureReader, FeatureSample
+
+VALIDATION_SHARE = 0.03
+VALIDATION_MOST = 24
+VALIDATION_FROM = 16  # conversations; fewer are all needed for training
+
+# Stored rows are mapped read-only and shared with torch without a copy; nothing here writes into them.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+
+@dataclass(frozen=True)
+class HeldoutDocument:
+    """A held-out answer with what its acceptance is reported by. `prompt_id` is shared by answers to one prompt."""
+
+    document: Document
+    prompt_id: str
+    category: str
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Split:
+    """Row numbers of a reader: what is trained on, and what chooses the best checkpoint.
+
+    `validation` is taken from the train split, whole conversations at a time, so that the held-out answers that the
+    report is about have had no say in anything.
+    """
+
+    train: tuple[int, ...]
+    validation: tuple[int, ...]
+
+
+class FeatureDocuments:
+    """The trainer's `DocumentSource` over some rows of a reader; lengths are known without reading a row."""
+
+    def __init__(self, reader: FeatureReader, rows: Sequence[int]) -> None:
+        self._reader = reader
+        self._rows = list(rows)
+        index = reader.index
+        self.lengths: list[int] = index["n_tokens"].take(self._rows).to_pylist()
+        self.supervised_counts: list[int] = index["n_supervised"].take(self._rows).to_pylist()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> Document:
+        return to_document(self._reader.read(self._rows[i]))
+
+
+def to_document(sample: FeatureSample) -> Document:
+    """Features and teacher share the sample's memory; token ids become int64 and spans a mask, [T] each."""
+    supervised = torch.zeros(len(sample.token_ids), dtype=torch.bool)
+    for start, end in sample.spans:
+        supervised[start:end] = True
+    return Document(
+        id=sample.id,
+        token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
+        supervised=supervised,
+        features=as_tensor(sample.features),
+        teacher=_teacher(sample),
+    )
+
+
+def as_tensor(raw: np.ndarray) -> Tensor:
+    """A stored array as a tensor of the same bytes; uint16 holds bfloat16 bits, which numpy has no type for."""
+    if raw.dtype == np.uint16:
+        return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(raw)
+
+
+def _teacher(sample: FeatureSample) -> Teacher:
+    if sample.teacher_hidden is not None:
+        return HiddenTeacher(as_tensor(sample.teacher_hidden))
+    if sample.teacher_ids is None or sample.teacher_log_probs is None or sample.teacher_rest is None:
+        raise ValueError(f"features of {sample.id} hold no teacher: neither top-k log-probabilities nor a hidden state")
+    return TopKTeacher(
+        torch.from_numpy(sample.teacher_ids.astype(np.int64)),
+        torch.from_numpy(sample.teacher_log_probs.astype(np.float32)),
+        torch.from_numpy(sample.teacher_rest),
+    )
+
+
+def split_train(reader: FeatureReader) -> Split:
+    """Train and validation rows, the same for the same data whatever order its parts were written in.
+
+    Rows without a supervised token teach nothing and are left out. Raises ValueError where nothing is left.
+    """
+    index = reader.index
+    rows = [
+        (row, conversation)
+        for row, (split, conversation, supervised) in enumerate(
+            zip(*(index[name].to_pylist() for name in ("split", "conversation_id", "n_supervised")), strict=True)
+        )
+        if split == "train" and supervised
+    ]
+    if not rows:
+        raise ValueError("the features hold no supervised row in the train split: nothing to train on")
+    conversations = sorted({conversation for _, conversation in rows}, key=_shuffled)
+    count = 0
+    if len(conversations) >= VALIDATION_FROM:
+        count = min(VALIDATION_MOST, max(1, round(VALIDATION_SHARE * len(conversations))))
+    kept_back = set(conversations[:count])
+    return Split(
+        train=tuple(row for row, conversation in rows if conversation not in kept_back),
+        validation=tuple(row for row, conversation in rows if conversation in kept_back),
+    )
+
+
+def _shuffled(conversation: str) -> str:
+    return hashlib.sha256(conversation.encode()).hexdigest()
+
+
+def heldout_temperatures(reader: FeatureReader) -> list[float]:
+    """Temperatures of the held-out answers, rising."""
+    index = reader.index
+    pairs = zip(index["split"].to_pylist(), index["temperature"].to_pylist(), strict=True)
+    return sorted({temperature for split, temperature in pairs if split == "heldout"})
+
+
+def heldout_documents(reader: FeatureReader, temperature: float) -> list[HeldoutDocument]:
+    """Every held-out answer of one temperature, by id."""
+    index = reader.index
+    columns = (index[name].to_pylist() for name in ("id", "split", "temperature", "n_supervised"))
+    rows = sorted(
+        (name, row)
+        for row, (name, split, value, supervised) in enumerate(zip(*columns, strict=True))
+        if split == "heldout" and supervised and value == temperature
+    )
+    documents = []
+    for _, row in rows:
+        sample = reader.read(row)
+        documents.append(HeldoutDocument(to_document(sample), sample.conversation_id, sample.category, sample.temperature))
+    return documents
