@@ -36,6 +36,8 @@ class Target(Section):
     max_model_len: Positive = 4096
     trust_remote_code: bool = Field(False, description="Run code that comes with the model; off unless asked for")
     chat_template: str | None = Field(None, description="A Jinja file that replaces the tokenizer's own template")
+    template_arguments: dict[str, Any] = Field({}, description="Given to the chat template, e.g. {enable_thinking: false}")
+    allow_cpu: bool = Field(False, description="Run a target of more than 2 B parameters without a GPU all the same")
 
 
 class Source(Section):
