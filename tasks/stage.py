@@ -57,13 +57,10 @@ class Plan:
 def run_plan(plan: Plan, store: ArtifactStore, work: Callable[[ArtifactWriter], Mapping[str, Any]]) -> ArtifactRef:
     """The plan's artifact: the one that is there, or the one that `work` writes.
 
-    `work` returns the manifest's summary; `seconds`, what this run of it took, is added (after a kill the last run's).
+    `work` gets the writer, with the parts that a killed run left, and returns the manifest's summary.
     """
+    if found := plan.find(store):
+        return found
     with plan.open(store) as writer:
-        # Looked for under the writer's lock: a second build of the same plan waits, then finds the first one's.
-        found = plan.find(store)
-        if found:
-            return found
-        started = time.monotonic()
-        summary = work(writer)
-        return writer.commit({**summary, "seconds": round(time.monotonic() - started, 1)})
+        # Again, under the lock: a second build of the same plan waits here, then finds the first one's.
+        return plan.find(store) or writer.commit(work(writer))

@@ -1,0 +1,55 @@
+"""One holder at a time, across processes, freed by the kernel when its holder dies.
+
+In: a path for the lock file. Out: a context in which this process alone holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def file_lock(path: Path, what: str) -> Iterator[None]:
+    """Hold `path` exclusively; waits for another holder, saying once what it waits for. The file is gone
+    afterwards.
+    """
+    descriptor = _acquire(path, what)
+    try:
+        yield
+    finally:
+        # Unlinked while held: whoever waits on this inode sees below that the path is no longer it, and
+        # tries again.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _acquire(path: Path, what: str) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("waiting for another process that is making %s", what)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_still(path, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
