@@ -15,9 +15,9 @@ LAYER_ID_CONVENTION = "hf-hidden-states"  # id k names hidden_states[k]; 0 is th
 
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
     """The three captured states of EAGLE-3 as indices into HF's `hidden_states` (0 is the embedding output)."""
-    if num_layers < 4:
-        # Tiny test targets: the rule 2, L//2, L-3 would repeat or leave the range.
-        return (0, max(1, num_layers // 2), num_layers - 1) if num_layers > 2 else (0, 1, num_layers)
+    if num_layers < 7:
+        # Tiny test targets: the rule 2, L//2, L-3 would repeat an id or leave the range, and servers read a set.
+        return (1, num_layers // 2, num_layers - 1) if num_layers > 3 else (0, 1, num_layers)
     return (2, num_layers // 2, num_layers - 3)
 
 
