@@ -40,8 +40,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageError(
-                f"disk full while writing {path} ({error.strerror}); finished parts are kept: free some space, "
-                "or point store.uri somewhere else, and run the same command again"
+                f"disk full while writing {path} ({error.strerror}); finished parts are kept: free some "
+                "space, or point store.uri somewhere else, and run the same command again"
             ) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise StorageError(

@@ -49,7 +49,7 @@ RESPONSES = _schema(
     token_ids=pa.list_(pa.int32()),
     spans=SPANS,
     finish_reason=pa.string(),
-    temperature=pa.float32(),
+    temperature=pa.float64(),
     seed=pa.int64(),
     truncated=pa.bool_(),
 )
@@ -61,7 +61,7 @@ ACCEPTANCE = _schema(
     mode=pa.string(),
     prompt_id=pa.string(),
     category=pa.string(),
-    temperature=pa.float32(),
+    temperature=pa.float64(),
     anchor=pa.int32(),
     drafted=pa.int32(),
     accepted=pa.int32(),
@@ -69,7 +69,7 @@ ACCEPTANCE = _schema(
 SERVING = _schema(
     "serving",
     method=pa.string(),
-    temperature=pa.float32(),
+    temperature=pa.float64(),
     position=pa.int32(),
     drafts=pa.int64(),
     drafted=pa.int64(),

@@ -1,6 +1,7 @@
 """What every stage shares: its plan (and so its fingerprint), and "find it, or make it".
 
-In: a stage's name, version, the parameters that matter, the artifacts it reads. Out: one artifact's reference.
+In: a stage's name, version, the parameters that matter, the artifacts it reads. Out: one artifact's
+reference.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint(self.stage.name, self.stage.version, self.parameters, [ref.fingerprint for ref in self.inputs])
+        inputs = [ref.fingerprint for ref in self.inputs]
+        return fingerprint(self.stage.name, self.stage.version, self.parameters, inputs)
 
     def find(self, store: ArtifactStore) -> ArtifactRef | None:
         """The finished artifact, or None."""
@@ -54,13 +56,20 @@ class Plan:
         )
 
 
-def run_plan(plan: Plan, store: ArtifactStore, work: Callable[[ArtifactWriter], Mapping[str, Any]]) -> ArtifactRef:
+def run_plan(
+    plan: Plan, store: ArtifactStore, work: Callable[[ArtifactWriter], Mapping[str, Any]]
+) -> ArtifactRef:
     """The plan's artifact: the one that is there, or the one that `work` writes.
 
-    `work` gets the writer, with the parts that a killed run left, and returns the manifest's summary.
+    `work` gets the writer, with the parts that a killed run left, and returns the manifest's summary; `seconds`,
+    what this run of it took, is added (after a kill the last run's).
     """
     if found := plan.find(store):
         return found
     with plan.open(store) as writer:
         # Again, under the lock: a second build of the same plan waits here, then finds the first one's.
-        return plan.find(store) or writer.commit(work(writer))
+        if found := plan.find(store):
+            return found
+        started = time.monotonic()
+        summary = work(writer)
+        return writer.commit({**summary, "seconds": round(time.monotonic() - started, 1)})

@@ -1,4 +1,4 @@
-"""The artifact store: whole artifacts or none, one writer at a time, nothing trusted that was not verified."""
+"""The artifact store: whole artifacts or none, one writer at a time, nothing trusted that is not verified."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ KILLED_WRITER = """
         for number in range(40):
             name = f"part-{number:05}.parquet"
             if name not in done:
-                writer.write_table(name, pa.table({"x": pa.array(range(number * 5000, number * 5000 + 5000))}))
+                rows = range(number * 5000, number * 5000 + 5000)
+                writer.write_table(name, pa.table({"x": pa.array(rows)}))
             print(number, flush=True)
         writer.commit({"parts": 40})
 """
@@ -211,7 +212,8 @@ def test_a_killed_writer_loses_nothing_and_the_next_goes_on(store: ArtifactStore
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     ref = store.find("draft", "aa")
     assert ref and store.damage(ref) == {}
-    table = pa.concat_tables(pq.read_table(path) for path in store.local(ref).glob("*.parquet"))
+    parts = store.local(ref).glob("*.parquet")
+    table = pa.concat_tables(pq.read_table(path) for path in parts)
     assert sorted(table["x"].to_pylist()) == list(range(200_000))
     assert {path.name: path.stat().st_ino for path in store.local(ref).glob("part-*.parquet")} | kept == {
         path.name: path.stat().st_ino for path in store.local(ref).glob("part-*.parquet")
@@ -268,7 +270,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_the_store_readable(store: Arti
         with open_writer(store) as writer:
             writer.write_bytes("small.bin", b"x" * 1000)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-            with pytest.raises(StorageError, match="disk full while writing .*big.parquet") as caught:
+            with pytest.raises(StorageError, match=r"disk full while writing .*big\.parquet") as caught:
                 writer.write_table("big.parquet", pa.table({"x": [os.urandom(1000) for _ in range(1000)]}))
             assert "\n" not in str(caught.value)
     finally:

@@ -61,7 +61,7 @@ def test_a_null_is_refused():
 
 
 def test_a_table_of_another_kind_is_refused():
-    with pytest.raises(StorageError, match="columns conversation_id, .* are missing"):
+    with pytest.raises(StorageError, match=r"columns conversation_id, .* are missing"):
         list(from_table(ResponseRow, to_table(ConversationRow, [])))
 
 
