@@ -1,0 +1,1 @@
+"""The report of one draft and of several: self-contained HTML pages."""

@@ -1,0 +1,263 @@
+"""One draft's report as a self-contained HTML page.
+
+In: a `DraftReport`. Out: HTML that fetches nothing: styles, charts and text are all inside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from eagle3core.acceptance import AcceptanceSummary
+from eagle3core.intervals import Rate
+from tasks.evaluation import Coverage, Evaluation, TemperatureFigures
+from tasks.report.charts import Axis, Point, Series, key, line_chart, percent
+from tasks.report.data import DraftReport
+from tasks.report.reference import beside
+from tasks.stage_task import duration
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One headline figure: what it is, its value, how sure it is."""
+
+    what: str
+    value: str
+    how: str
+
+
+@dataclass(frozen=True)
+class PositionRow:
+    """One line of the per-position table; `counted` says which rounds."""
+
+    temperature: float
+    counted: str
+    rates: tuple[Rate, ...]
+    rounds: float
+    tau: Rate
+
+
+@dataclass(frozen=True)
+class CategoryRow:
+    """One category; `cells` by temperature, None where it has no answers at that one."""
+
+    category: str
+    prompts: int
+    cells: tuple[AcceptanceSummary | None, ...]
+    coverage: Coverage | None
+
+
+@dataclass(frozen=True)
+class LengthRow:
+    """One bucket of context or answer length; `cells` by temperature."""
+
+    bucket: str
+    counted: str
+    cells: tuple[AcceptanceSummary | None, ...]
+
+
+@dataclass(frozen=True)
+class BaselineRow:
+    """One method in the server, by its first position."""
+
+    method: str
+    temperature: float
+    first: Rate
+    tau: float
+    drafts: float
+
+
+def environment() -> Environment:
+    """The templates, with what they need to write numbers; everything is escaped, unknown names are errors."""
+    env = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    env.globals.update(spoken=duration, size=size, millions=millions, counts=counts, fill=fill)
+    return env
+
+
+def render(report: DraftReport) -> str:
+    """The page."""
+    evaluation = report.evaluation
+    checks = [check for check in report.serving if check.agreement]
+    return environment().get_template("draft.html.j2").render(
+        title=f"{report.name}: draft report",
+        report=report,
+        K=evaluation.chain_length,
+        figures=evaluation.figures,
+        tiles=tiles(evaluation),
+        legend=Markup(key(position_series(evaluation, "survival"))),
+        survival_chart=Markup(position_chart(evaluation, "survival")),
+        conditional_chart=Markup(position_chart(evaluation, "conditional")),
+        position_rows=position_rows(evaluation),
+        category_rows=category_rows(evaluation),
+        best_tau=max((f.walk.tau_micro.value for f in evaluation.figures), default=1.0) * 1.15,
+        length_rows=length_rows(evaluation),
+        serving_lines=serving_lines(report),
+        serving_rows=[
+            {"temperature": check.temperature, **vars(row)} for check in checks for row in check.agreement
+        ],
+        baseline_rows=baseline_rows(report),
+        loss_chart=Markup(_curve(report.training.loss, "loss", 1)),
+        validation_chart=Markup(_curve(report.training.validation, "τ", 3)),
+        paper=beside(report.target, "chain", evaluation.chain_length),
+        recipe_text=json.dumps(report.recipe, indent=2, ensure_ascii=False),
+    )
+
+
+def tiles(evaluation: Evaluation) -> list[Tile]:
+    """Tau and position 1 for each temperature."""
+    found = []
+    for figures in evaluation.figures:
+        walk, at = figures.walk, f"T = {figures.temperature:g}"
+        rounds = f"{walk.rounds:,.0f} rounds, {walk.prompts} prompts"
+        found.append(Tile(f"τ served, {at}", _plain(walk.tau_micro, 2), f"{_interval(walk.tau_micro, 2)} · {rounds}"))
+        first = walk.survival[0]
+        found.append(Tile(f"position 1 accepted, {at}", _percent(first), _interval(first, 2)))
+    return found
+
+
+def position_series(evaluation: Evaluation, kind: str) -> list[Series]:
+    """Survival or conditional rates: served rounds solid with their intervals, every position dashed without."""
+    series = []
+    for index, figures in enumerate(evaluation.figures):
+        at, colour = f"T = {figures.temperature:g}", index % 6 + 1
+        series.append(Series(f"{at}, served rounds", rate_points(getattr(figures.walk, kind)), colour))
+        every = [replace(point, low=None, high=None) for point in rate_points(getattr(figures.anchor, kind))]
+        series.append(Series(f"{at}, every position", every, colour, dashed=True))
+    return series
+
+
+def position_chart(evaluation: Evaluation, kind: str) -> str:
+    """Survival or conditional rate by draft position."""
+    label = "survival" if kind == "survival" else "conditional rate (n-α)"
+    length = evaluation.chain_length
+    positions = Axis("draft position", 1, length, range(1, length + 1))
+    title = f"{label} by draft position"
+    return line_chart(position_series(evaluation, kind), positions, Axis(label, 0, None, format=percent), title=title)
+
+
+def rate_points(rates: tuple[Rate, ...]) -> list[Point]:
+    """Chart points of per-position rates; positions where nothing was counted are left out."""
+    points = []
+    for position, rate in enumerate(rates, 1):
+        if not math.isnan(rate.value):
+            note = f"position {position}: {rate.value:.3f} ({counts(rate)})"
+            low, high = (None, None) if math.isnan(rate.low) else (rate.low, rate.high)
+            points.append(Point(position, rate.value, low, high, note))
+    return points
+
+
+def position_rows(evaluation: Evaluation) -> list[PositionRow]:
+    """Survival of every way of counting."""
+    rows = []
+    for figures in evaluation.figures:
+        ways = [("served rounds", figures.walk), ("every position", figures.anchor), ("sampled drafts", figures.sampled)]
+        rows += [
+            PositionRow(figures.temperature, name, summary.survival, summary.rounds, summary.tau_micro)
+            for name, summary in ways
+            if summary is not None
+        ]
+    return rows
+
+
+def category_rows(evaluation: Evaluation) -> list[CategoryRow]:
+    """Categories by name, the whole set last."""
+    coverage = {item.category: item for item in evaluation.coverage}
+    rows = []
+    for name in sorted({name for figures in evaluation.figures for name in figures.categories}):
+        cells = tuple(figures.categories.get(name) for figures in evaluation.figures)
+        prompts = max(cell.prompts for cell in cells if cell)
+        rows.append(CategoryRow(name, prompts, cells, coverage.get(name)))
+    whole = tuple(figures.walk for figures in evaluation.figures)
+    total = Coverage("all", sum(c.tokens for c in coverage.values()), sum(c.covered for c in coverage.values()))
+    return [*rows, CategoryRow("all", max((cell.prompts for cell in whole), default=0), whole, total)]
+
+
+def length_rows(evaluation: Evaluation) -> list[LengthRow]:
+    """Buckets of the context at a round's start, then of the whole answer."""
+    return [
+        row
+        for name, counted in (("contexts", "context at the round's start"), ("outputs", "length of the answer"))
+        for row in _buckets(evaluation.figures, name, counted)
+    ]
+
+
+def _buckets(figures: tuple[TemperatureFigures, ...], name: str, counted: str) -> list[LengthRow]:
+    groups = [getattr(each, name) for each in figures]
+    buckets = sorted({bucket for group in groups for bucket in group}, key=lambda bucket: int(bucket.split("-")[0]))
+    return [LengthRow(bucket, counted, tuple(group.get(bucket) for group in groups)) for bucket in buckets]
+
+
+def serving_lines(report: DraftReport) -> list[str]:
+    """What the check found, in sentences."""
+    lines = []
+    for check in report.serving:
+        if check.identical is not None and check.agreement:
+            lines.append(
+                f"At temperature {check.temperature:g} {check.identical} of {check.prompts} answers are token for token "
+                "those that the server gives without speculation."
+            )
+        if check.agreement:
+            inside = sum(row.inside for row in check.agreement)
+            lines.append(
+                f"At temperature {check.temperature:g} the server's own counters lie inside our interval at {inside} of "
+                f"{len(check.agreement)} positions."
+            )
+    return lines
+
+
+def baseline_rows(report: DraftReport) -> list[BaselineRow]:
+    """The draft beside the baselines, where at least one was measured."""
+    if not any(not check.agreement for check in report.serving):
+        return []
+    return [
+        BaselineRow(c.method, c.temperature, c.served.survival[0], c.served.tau_micro.value, c.served.rounds)
+        for c in sorted(report.serving, key=lambda check: (check.temperature, check.method))
+    ]
+
+
+def _curve(points: tuple, label: str, colour: int) -> str:
+    series = [Series(label, [Point(point.step, point.value) for point in points], colour)]
+    steps = Axis("optimizer step", format=lambda value: f"{value:,.0f}")
+    return line_chart(series, steps, Axis(label), title=f"{label} by optimizer step")
+
+
+def counts(rate: Rate) -> str:
+    return f"{rate.numerator:,.0f} of {rate.denominator:,.0f}"
+
+
+def fill(tau: float, best: float) -> str:
+    """Width of a bar for tau, from no gain (1) to the best on the page."""
+    return f"{0 if math.isnan(tau) or best <= 1 else max(0.0, min(1.0, (tau - 1) / (best - 1))):.1%}"
+
+
+def millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
+
+
+def size(count: int) -> str:
+    """Bytes for people: 12 kB, 3.4 MB, 1.2 GB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count} B"
+
+
+def _plain(rate: Rate, digits: int) -> str:
+    return "–" if math.isnan(rate.value) else f"{rate.value:.{digits}f}"
+
+
+def _percent(rate: Rate) -> str:
+    return "–" if math.isnan(rate.value) else f"{100 * rate.value:.1f} %"
+
+
+def _interval(rate: Rate, digits: int) -> str:
+    return "no interval" if math.isnan(rate.low) else f"{rate.low:.{digits}f}–{rate.high:.{digits}f}"

@@ -1,0 +1,93 @@
+"""Made-up but consistent figures of a draft, for tests of the report, the card and the comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from eagle3core.acceptance import Response, Rounds, ServerCounters, compare, from_counters, summarise
+from eagle3core.groups import by_category, by_context, by_output
+from storage.artifacts import ArtifactRef
+from tasks.evaluation import Coverage, Evaluation, TemperatureFigures
+from tasks.report.data import DraftReport, Example, ExampleRound, LineageRow
+from tasks.report.serving import ServingCheck
+from tasks.report.training import StepPoint, TrainingCurve
+
+K = 5
+CATEGORIES = ("coding", "reasoning", "writing")
+
+
+def make_rounds(mode: str, hit: float, temperature: float, prompts: int = 24, rounds: int = 30) -> Rounds:
+    """Chains whose every position is right with probability `hit`, whatever came before."""
+    generator = torch.Generator().manual_seed(int(1000 * hit) + int(10 * temperature))
+    responses = [Response(f"p{i}", CATEGORIES[i % 3], temperature, 40 + 9 * i) for i in range(prompts)]
+    owner = torch.arange(prompts).repeat_interleave(rounds)
+    right = torch.rand(len(owner), K, generator=generator, dtype=torch.float64) < hit
+    accepted = right.long().cumprod(1).sum(1)
+    drafted = torch.full_like(accepted, K)
+    context = torch.arange(len(owner)) % 300 + 20
+    return Rounds.counted(mode, responses, owner, context, drafted, accepted, K)
+
+
+def make_figures(hit: float, temperature: float) -> TemperatureFigures:
+    walk = make_rounds("walk", hit, temperature)
+    groups = [
+        {name: summarise(part, resamples=50) for name, part in split(walk).items()}
+        for split in (by_category, by_context, by_output)
+    ]
+    anchor = summarise(make_rounds("anchor", hit - 0.02, temperature), resamples=50)
+    sampled = summarise(make_rounds("anchor", hit - 0.05, temperature), resamples=50) if temperature else None
+    return TemperatureFigures(temperature, anchor, summarise(walk, resamples=50), sampled, *groups, 24, 3)
+
+
+def make_evaluation(hit: float = 0.5, target: str = "SmolLM2-135M-Instruct") -> Evaluation:
+    coverage = tuple(Coverage(name, 1000, 1000 - 7 * i) for i, name in enumerate(CATEGORIES))
+    return Evaluation(target, K, (make_figures(hit, 0.0), make_figures(hit - 0.12, 1.0)), coverage)
+
+
+def make_serving(evaluation: Evaluation) -> tuple[ServingCheck, ...]:
+    """Counters of a server that kept the promise, and of a baseline that promised nothing."""
+    checks = []
+    for figures in evaluation.figures:
+        drafts = 700
+        accepted = tuple(round(drafts * rate.value) for rate in figures.walk.survival)
+        served = from_counters(ServerCounters(drafts, drafts * K, accepted))
+        identical = 32 if figures.temperature == 0 else None
+        checks.append(
+            ServingCheck("eagle3", figures.temperature, 32, identical, served, tuple(compare(figures.walk, served)))
+        )
+    baseline = from_counters(ServerCounters(500, 2100, (90, 60, 50, 40, 35)))
+    return (*checks, ServingCheck("ngram", 0.0, 32, 32, baseline, ()))
+
+
+def make_report(name: str = "smollm2-135m", hit: float = 0.5, **changes: object) -> DraftReport:
+    evaluation = make_evaluation(hit)
+    words = "To sort a list in Python you call its sort method, or sorted for a copy of it.".split()
+    rounds = tuple(
+        ExampleRound(" ".join(["", *words[i : i + n]]) if n else "", f" {words[i + n]}")
+        for i, n in ((0, 2), (3, 0), (4, 3), (8, 1), (10, 4))
+    )
+    kinds = ("conversations", "responses", "features", "vocabulary", "draft", "acceptance", "serving")
+    report = DraftReport(
+        name=name,
+        target=evaluation.target,
+        draft=ArtifactRef("draft", f"{name[:1]}0123456789abcdef012"[:20], "store/draft/0123456789abcdef0123"),
+        parameters=9_600_000,
+        evaluation=evaluation,
+        training=TrainingCurve(
+            400,
+            tuple(StepPoint(i, 6 * 0.99**i + 2) for i in range(0, 400, 4)),
+            tuple(StepPoint(i, 1.5 - 0.5 * 0.99**i) for i in range(50, 401, 50)),
+        ),
+        serving=make_serving(evaluation),
+        vocabulary={"size": 8192, "target_size": 49152, "filled": 12, "coverage_train": 0.999},
+        recipe={"training": {"lr": 5e-4, "ttt_steps": 5}},
+        examples=(Example("How do I sort a list?", "coding", 0.0, 2.2, rounds),),
+        lineage=tuple(
+            LineageRow(kind, f"{i}" * 20, f"make-{kind}", "2026-01-02T03:04:05.000+00:00", 10 ** (4 + i), 100 * i, 60.0 * i)
+            for i, kind in enumerate(kinds)
+        ),
+        warning=None,
+    )
+    return dataclasses.replace(report, **changes)
