@@ -1,14 +1,17 @@
 """A stage as a Prefect task: found in the store, or made; its estimate said before, its time after.
 
-In: a stage's plan, run and estimate functions. Out: an object that a flow calls with (recipe, target, *artifacts).
-Importing this file does not import Prefect, so a worker process may import stage modules cheaply.
+In: a stage's plan, run and estimate functions. Out: an object that a flow calls with (recipe, target,
+*artifacts). Importing this file does not import Prefect, so a worker process may import stage modules
+cheaply.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,13 +26,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class NotBuiltError(LookupError):
+    """An artifact that another flow has to make first."""
+
+
 @dataclass(frozen=True)
 class StageTask:
     """One stage of the DAG, callable inside a flow.
 
-    `plan(recipe, target, *inputs) -> Plan` is cheap; `run(recipe, target, store, *inputs) -> ArtifactRef` finds or
-    makes the artifact; `estimate(recipe, target, store, *inputs) -> float` gives the seconds it will take.
-    `retries` is for stages whose failures can be of the moment (a server, a network), not for wrong input.
+    `plan(recipe, target, *inputs) -> Plan` is cheap; `run(recipe, target, store, *inputs) -> ArtifactRef`
+    finds or makes the artifact; `estimate(recipe, target, store, *inputs) -> float` gives the seconds it
+    will take. `retries` is for stages whose failures can be of the moment (a server, a network), not for
+    wrong input.
     """
 
     stage: Stage
@@ -43,21 +51,21 @@ class StageTask:
     ) -> ArtifactRef:
         """Run as a Prefect task in the current flow.
 
-        The cache key is the plan's fingerprint within its store. The manifest has the last word: where the artifact
-        is gone, Prefect's own record of it is set aside.
+        The cache key is the plan's fingerprint within its store. The manifest has the last word: where the
+        artifact is gone, Prefect's own record of it is set aside.
         """
         from prefect import task
 
         store = ArtifactStore(recipe.store.uri)
         plan = self.plan(recipe, target, *inputs)
-        found = plan.find(store)
+        found, expected = plan.find(store), store.reference(self.stage.kind, plan.fingerprint)
         if tracker is not None:
             tracker.planned(plan, cached=found is not None)
 
         @task(
             name=self.stage.name,
             task_run_name=f"{self.stage.name} {recipe.name}",
-            cache_key_fn=lambda *_: f"{self.stage.name}-{plan.fingerprint}-{recipe.store.uri}".replace("/", "_"),
+            cache_key_fn=lambda *_: re.sub(r"\W", "_", expected.uri),
             refresh_cache=found is None,
             persist_result=True,
             result_serializer="json",
@@ -74,6 +82,16 @@ class StageTask:
             logger.info("%s: cached, %s", self.stage.name, found.uri)
         return work(inputs)
 
+    def existing(self, recipe: Recipe, target: TargetInfo, *inputs: ArtifactRef) -> ArtifactRef:
+        """The finished artifact. Raises NotBuiltError where this recipe, as it is, has none."""
+        found = self.plan(recipe, target, *inputs).find(ArtifactStore(recipe.store.uri))
+        if found is None:
+            raise NotBuiltError(
+                f"{recipe.name} has no {self.stage.kind} with these settings in {recipe.store.uri}: "
+                f"build it first, `make build-draft TARGET={recipe.name}` with the same SET"
+            )
+        return found
+
     def make(
         self,
         recipe: Recipe,
@@ -86,12 +104,8 @@ class StageTask:
         """Do the work without Prefect: estimate said first, measured time after."""
         logger.info("%s: %s", self.stage.name, spoken(self.estimate(recipe, target, store, *inputs)))
         started = time.monotonic()
-        if tracker is None:
+        with tracker.stage(plan) if tracker else nullcontext():
             ref = self.run(recipe, target, store, *inputs)
-        else:
-            with tracker.stage(plan, store) as child:
-                ref = self.run(recipe, target, store, *inputs)
-                child.made(store.manifest(ref))
         logger.info("%s: done in %s, %s", self.stage.name, duration(time.monotonic() - started), ref.uri)
         return ref
 
