@@ -13,12 +13,12 @@ from typing import Any
 
 from prefect import runtime, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
-
-from tasks.logs import log_to_file
 from tasks.outcome import Outcome
+
+from tasks.build_tracker import BuildTracker
+from tasks.logs import log_to_file
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import Recipe, build_recipe
-from tasks.tracking import BuildTracker
 
 logger = logging.getLogger(__name__)
 

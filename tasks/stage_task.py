@@ -20,8 +20,8 @@ from tasks.recipe import Recipe
 from tasks.stage import Plan, Stage
 
 if TYPE_CHECKING:
+    from tasks.build_tracker import BuildTracker
     from tasks.prepare_target import TargetInfo
-    from tasks.tracking import BuildTracker
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class StageTask:
         plan = self.plan(recipe, target, *inputs)
         found, expected = plan.find(store), store.reference(self.stage.kind, plan.fingerprint)
         if tracker is not None:
-            tracker.planned(plan, cached=found is not None)
+            tracker.planned(plan)
 
         @task(
             name=self.stage.name,

@@ -1,0 +1,215 @@
+"""Follows one build for the tracker: a run for the build, a child for each stage that did work, the draft by
+name.
+
+In: the stages' plans as they come, then the finished artifacts. Out: the build's page. A build that found
+everything in the store points at the run that made it; what a tracker missed while it was away is read off
+the artifacts.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from storage.artifacts import ArtifactRef, ArtifactStore
+from tasks.prepare_target import TargetInfo
+from tasks.recipe import Recipe
+from tasks.stage import Plan
+from tasks.tracked_figures import Figure, acceptance_figures, flat, numbers
+from tasks.tracking import Mlflow
+
+ARTIFACT_TAG, RESULT_TAG = "draftline.artifact", "draftline.result"
+SCORE = "tau_walk_t0"
+TRAINING_METRICS = "training/metrics.jsonl"
+TAIL_SECONDS = 5.0
+SHOWN = {".svg", ".png", ".html", ".md"}
+
+
+class BuildTracker:
+    """A context manager around a build. The build's run is opened with the first stage that does work."""
+
+    def __init__(
+        self, recipe: Recipe, target: TargetInfo, *, flow: str, name: str, page: str | None = None
+    ) -> None:
+        """`name`: the run's name. `page`: where the orchestrator shows the same run."""
+        self.recipe, self.target, self.flow, self.name, self.page = recipe, target, flow, name, page
+        self.store = ArtifactStore(recipe.store.uri)
+        self._mlflow = Mlflow(recipe.tracking)
+        self._plans: dict[str, Plan] = {}
+        self._complete: set[str] = set()  # artifacts whose run has everything
+        self._run: str | None = None
+
+    def __enter__(self) -> BuildTracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._run is not None:
+            self._mlflow.try_again()
+            self._mlflow.close_run(self._run, _status(error))
+
+    def planned(self, plan: Plan) -> None:
+        """Every stage of the build, in order, before it runs or is skipped."""
+        self._plans[_key(plan)] = plan
+
+    @contextmanager
+    def stage(self, plan: Plan) -> Iterator[None]:
+        """Around a stage's work: its run, and the trainer's metrics as they are written."""
+        self._mlflow.try_again()
+        run = self._open_stage(plan)
+        if run is None:
+            yield
+            return
+        tail = MetricsTail(self._mlflow, run, plan.open(self.store).folder / TRAINING_METRICS)
+        try:
+            with tail:
+                yield
+        except BaseException as error:
+            self._mlflow.close_run(run, _status(error))
+            raise
+        self._close_stage(run, plan, tail)
+
+    def finish(self, result: ArtifactRef, *, acceptance: ArtifactRef | None = None) -> str | None:
+        """Log what the build came to, and what was missed; returns its page, None where the tracker is off
+        or away.
+        """
+        self._mlflow.try_again()
+        if self._run is None and (earlier := self._mlflow.find(RESULT_TAG, _key(result))):
+            return self._mlflow.page(earlier)
+        run = self._open_build()
+        if run is None:
+            return None
+        for key, plan in self._plans.items():
+            if key not in self._complete and self._mlflow.find(ARTIFACT_TAG, key) is None:
+                self._log_missed(plan)
+        figures = acceptance_figures(self.store.local(acceptance)) if acceptance else []
+        self._mlflow.log(run, figures)
+        for path in self._pages([ref for ref in (acceptance, result) if ref]):
+            self._mlflow.log_file(run, path)
+        if result.kind == "published":
+            self._register(run, result, figures)
+        if self._mlflow.down:
+            return None
+        self._mlflow.tag(run, RESULT_TAG, _key(result))
+        return self._mlflow.page(run)
+
+    def _open_build(self) -> str | None:
+        if self._run is None:
+            tags = {
+                "mlflow.runName": self.name,
+                "draftline.flow": self.flow,
+                "draftline.recipe": self.recipe.name,
+                "draftline.target": self.target.fingerprint,
+                "draftline.tokenizer": self.target.tokenizer_fingerprint,
+                "draftline.chat_template": self.target.template_hash,
+            }
+            tags |= {"draftline.prefect": self.page} if self.page else {}
+            parameters = flat(self.recipe.model_dump(mode="json", exclude={"name", "description"}))
+            self._run = self._mlflow.open_run(tags, parameters)
+        return self._run
+
+    def _open_stage(self, plan: Plan) -> str | None:
+        build = self._open_build()
+        if build is None:
+            return None
+        tags = {"mlflow.runName": f"{plan.stage.name} {self.recipe.name}", "draftline.stage": plan.stage.name}
+        tags |= {f"draftline.input.{ref.kind}": ref.fingerprint for ref in plan.inputs}
+        self._mlflow.tag(build, f"draftline.{plan.stage.kind}", plan.fingerprint)
+        return self._mlflow.open_run(tags, flat(plan.parameters), parent=build)
+
+    def _close_stage(self, run: str, plan: Plan, tail: MetricsTail) -> None:
+        """A finished stage's facts on its run. The tag that says everything is there comes last."""
+        ref = plan.find(self.store)
+        if ref is None:  # its work was done, and somebody deleted it since
+            self._mlflow.close_run(run, "FAILED")
+            return
+        tail.finish(self.store.local(ref) / TRAINING_METRICS)
+        manifest = self.store.manifest(ref)
+        facts = [Figure("bytes", manifest.bytes), Figure("rows", manifest.rows), *numbers(manifest.summary)]
+        self._mlflow.log(run, facts)
+        self._mlflow.close_run(run, "FINISHED")
+        self._mlflow.tag(run, ARTIFACT_TAG, _key(ref))
+        if not self._mlflow.down:
+            self._complete.add(_key(ref))
+
+    def _log_missed(self, plan: Plan) -> None:
+        """A stage that was done while the tracker was away, from its artifact."""
+        if plan.find(self.store) and (run := self._open_stage(plan)):
+            self._close_stage(run, plan, MetricsTail(self._mlflow, run, Path()))
+
+    def _pages(self, refs: Iterable[ArtifactRef]) -> list[Path]:
+        return [
+            path for ref in refs for path in sorted(self.store.local(ref).iterdir()) if path.suffix in SHOWN
+        ]
+
+    def _register(self, run: str, published: ArtifactRef, figures: Iterable[Figure]) -> None:
+        drafter = self.recipe.draft.drafter
+        self._mlflow.register(
+            run,
+            f"{self.recipe.name}-{drafter}",
+            self.store.local(published),
+            kind=drafter,
+            tags={ARTIFACT_TAG: _key(published), "draftline.target": self.target.fingerprint},
+            score=next((figure.value for figure in figures if figure.name == SCORE), None),
+        )
+
+
+class MetricsTail:
+    """The trainer's metrics.jsonl into the tracker: every few seconds while it is entered, the rest at
+    `finish`.
+
+    Lines that the tracker did not take are sent again; a torn last line waits for its end.
+    """
+
+    def __init__(self, mlflow: Mlflow, run: str, path: Path) -> None:
+        self._mlflow, self._run, self._path = mlflow, run, path
+        self._sent = 0  # bytes
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="metrics-tail", daemon=True)
+
+    def __enter__(self) -> MetricsTail:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def finish(self, path: Path) -> None:
+        """Send what is left, from the file under its final name."""
+        self._path = path
+        self._send()
+
+    def _follow(self) -> None:
+        while not self._over.wait(TAIL_SECONDS):
+            self._send()
+
+    def _send(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._sent)
+                data = file.read()
+        except OSError:  # not there yet, or moved to its final name just now
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._mlflow.log(
+            self._run, [figure for line in whole.splitlines() for figure in numbers(json.loads(line))]
+        )
+        if not self._mlflow.down:
+            self._sent += len(whole)
+
+
+def _key(thing: Plan | ArtifactRef) -> str:
+    kind = thing.stage.kind if isinstance(thing, Plan) else thing.kind
+    return f"{kind}/{thing.fingerprint}"
+
+
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "FINISHED"
+    return "FAILED" if isinstance(error, Exception) else "KILLED"
