@@ -1,10 +1,13 @@
-"""TTT attention, exactly: causal flash attention over the step-0 keys, merged with the chains' own later keys.
+"""TTT attention, exactly: causal flash attention over the step-0 keys, merged with the chains' own later
+keys.
 
-In: a step's queries, the step-0 keys and values of every row, and each later step's keys and values, one per chain (the diagonals of
-the TTT mask). Out: what each query attended to, and every gradient. No T x T tensor exists: the diagonals are products of row with row.
+In: a step's queries, the step-0 keys and values of every row, and each later step's keys and values, one per
+chain (the diagonals of the TTT mask). Out: what each query attended to, and every gradient. No T x T tensor
+exists: the diagonals are products of row with row.
 
-The merge is ring attention's (algorithms, section 4): parts with outputs o_p and log-sum-exps l_p have l = log sum exp(l_p) and
-o = sum exp(l_p - l) o_p. Backward, a flash kernel that is handed the merged o and l gives the exact gradients of its part.
+The merge is ring attention's (algorithms, section 4): parts with outputs o_p and log-sum-exps l_p have l =
+log sum exp(l_p) and o = sum exp(l_p - l) o_p. Backward, a flash kernel that is handed the merged o and l
+gives the exact gradients of its part.
 """
 
 from __future__ import annotations
@@ -22,12 +25,16 @@ aten = torch.ops.aten
 
 
 def ttt_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, windows: Windows, diagonals: Sequence[tuple[Tensor, Tensor]]
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    windows: Windows,
+    diagonals: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
     """queries [alive, heads, d], rotated; keys, values [R, kv_heads, d] of step 0 -> [alive, heads, d].
 
-    `diagonals` holds steps 1..i's (keys, values), each [alive then >= alive, kv_heads, d]: chain c of now is chain c of then.
-    fp32 on a CPU; bfloat16 or float16 on CUDA.
+    `diagonals` holds steps 1..i's (keys, values), each [alive then >= alive, kv_heads, d]: chain c of now is
+    chain c of then. fp32 on a CPU; bfloat16 or float16 on CUDA.
     """
     flat = [tensor for pair in diagonals for tensor in pair]
     return _Attention.apply(queries, keys, values, windows, *flat)
@@ -43,7 +50,9 @@ class _Attention(torch.autograd.Function):
             merged = torch.stack([lse, *scores]).logsumexp(0)
             out = out.float() * (lse - merged).exp()[..., None]
             for score, own in zip(scores, diagonals[1::2], strict=True):
-                _grouped(out, own).addcmul_(_grouped((score - merged).exp()[..., None], own), _own(own, len(q)))
+                _grouped(out, own).addcmul_(
+                    _grouped((score - merged).exp()[..., None], own), _own(own, len(q))
+                )
             out, lse = out.to(q.dtype), merged
         ctx.windows = windows
         ctx.save_for_backward(q, k, v, out, lse, *diagonals)
@@ -64,13 +73,16 @@ class _Attention(torch.autograd.Function):
             for own_k, own_v in zip(diagonals[0::2], diagonals[1::2], strict=True):
                 weight = (_row_dot(q, own_k) - lse).exp()  # [alive, heads]
                 slope = weight * (_row_dot(grad, own_v, 1.0) - delta) * scale
-                _grouped(grad_q, own_k).addcmul_(_grouped(slope.to(q.dtype)[..., None], own_k), _own(own_k, len(q)))
+                _grouped(grad_q, own_k).addcmul_(
+                    _grouped(slope.to(q.dtype)[..., None], own_k), _own(own_k, len(q))
+                )
                 grads += [_group_sum(slope, q, own_k), _group_sum(weight, grad, own_v)]
         return grad_q, grad_k, grad_v, None, *grads
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:
-    """[alive, heads, *] -> [alive, kv_heads, group, *], a view: the heads that share a key head side by side."""
+    """[alive, heads, *] -> [alive, kv_heads, group, *], a view: the heads that share a key head side by side.
+    """
     return x.unflatten(1, (like.shape[1], -1))
 
 
@@ -80,13 +92,17 @@ def _own(own: Tensor, alive: int) -> Tensor:
 
 
 def _row_dot(x: Tensor, own: Tensor, scale: float | None = None) -> Tensor:
-    """Product of each chain's heads [alive, heads, d] with its own key: [alive, heads] fp32, times d ** -0.5 by default."""
+    """Product of each chain's heads [alive, heads, d] with its own key: [alive, heads] fp32, times d ** -0.5
+    by default.
+    """
     scale = x.shape[-1] ** -0.5 if scale is None else scale
     return (_grouped(x, own) * _own(own, len(x))).sum(-1, dtype=torch.float32).flatten(1) * scale
 
 
 def _group_sum(weight: Tensor, x: Tensor, own: Tensor) -> Tensor:
-    """sum over a group's heads of weight [alive, heads] * x [alive, heads, d], as the gradient of `own` (zero for dead chains)."""
+    """sum over a group's heads of weight [alive, heads] * x [alive, heads, d], as the gradient of `own` (zero
+    for dead chains).
+    """
     grad = torch.zeros_like(own)
     weighted = _grouped(weight.to(x.dtype)[..., None], own) * _grouped(x, own)
     torch.sum(weighted, 2, out=grad[: len(x)])
@@ -94,7 +110,9 @@ def _group_sum(weight: Tensor, x: Tensor, own: Tensor) -> Tensor:
 
 
 def _to_slots(x: Tensor, windows: Windows) -> Tensor:
-    """Chains' rows [alive, ...] -> their windows' slots [size, ...]. A hole's zeros pull nothing: its output has no gradient."""
+    """Chains' rows [alive, ...] -> their windows' slots [size, ...]. A hole's zeros pull nothing: its output
+    has no gradient.
+    """
     return x.new_zeros(windows.size, *x.shape[1:]).index_copy_(0, windows.slots, x)
 
 
@@ -104,7 +122,8 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _parts(window: Window) -> list[tuple[slice, bool]]:
-    """A window's keys as (rows, causal): those before its first query are seen whole, then its own rows causally.
+    """A window's keys as (rows, causal): those before its first query are seen whole, then its own rows
+    causally.
 
     Two parts, because the CPU kernel's causal mask starts at the first key, not at the last query's key.
     """
@@ -115,7 +134,9 @@ def _parts(window: Window) -> list[tuple[slice, bool]]:
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
-    """Slots' queries [size, heads, d] -> outputs [size, heads, d] and log-sum-exps [size, heads] fp32 over step-0 keys."""
+    """Slots' queries [size, heads, d] -> outputs [size, heads, d] and log-sum-exps [size, heads] fp32 over
+    step-0 keys.
+    """
     if q.is_cuda:
         return _cuda_forward(q, k, v, windows)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
@@ -146,7 +167,9 @@ def _flash_backward(
     for window in windows.spans:
         place = slice(window.slot, window.slot + window.stop - window.first)
         for rows, causal in _parts(window):
-            heads = [_heads_first(x) for x in (grad[place], q[place], k[rows], v[rows], out[place], lse[place])]
+            heads = [
+                _heads_first(x) for x in (grad[place], q[place], k[rows], v[rows], out[place], lse[place])
+            ]
             dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, causal)
             grad_q[place] += dq[0].transpose(0, 1)
             grad_k[rows] += dk[0].transpose(0, 1)
@@ -157,9 +180,17 @@ def _flash_backward(
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     spans = windows.varlen
     out, lse, *_ = aten._flash_attention_forward(
-        q, k[spans.key_rows], v[spans.key_rows], spans.queries, spans.keys,
-        spans.longest_queries, spans.longest_keys, 0.0, True, False,
-    )  # fmt: skip
+        q,
+        k[spans.key_rows],
+        v[spans.key_rows],
+        spans.queries,
+        spans.keys,
+        spans.longest_queries,
+        spans.longest_keys,
+        0.0,
+        True,
+        False,
+    )
     return out, lse.T
 
 
@@ -169,9 +200,21 @@ def _cuda_backward(
     spans = windows.varlen
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
     grad_q, dk, dv = aten._flash_attention_backward(
-        grad, q, k[spans.key_rows], v[spans.key_rows], out, lse.T.contiguous(), spans.queries, spans.keys,
-        spans.longest_queries, spans.longest_keys, 0.0, True, no_dropout, no_dropout,
-    )  # fmt: skip
+        grad,
+        q,
+        k[spans.key_rows],
+        v[spans.key_rows],
+        out,
+        lse.T.contiguous(),
+        spans.queries,
+        spans.keys,
+        spans.longest_queries,
+        spans.longest_keys,
+        0.0,
+        True,
+        no_dropout,
+        no_dropout,
+    )
     grad_k = torch.zeros_like(k).index_add_(0, spans.key_rows, dk)
     grad_v = torch.zeros_like(v).index_add_(0, spans.key_rows, dv)
     return grad_q, grad_k, grad_v

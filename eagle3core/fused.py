@@ -1,7 +1,8 @@
 """Linear layers that remember less: their input is made again in backward from what is already kept.
 
-In: fp32 rows and weights in the compute dtype. Out: the layer's result. An RMSNorm's or SwiGLU's output is cheap to make and wide
-to keep; autograd would keep it for the weight's gradient. The GEMMs are never repeated.
+In: fp32 rows and weights in the compute dtype. Out: the layer's result. An RMSNorm's or SwiGLU's output is
+cheap to make and wide to keep; autograd would keep it for the weight's gradient. The GEMMs are never
+repeated.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / root mean square of each row, [rows, 1] fp32."""
-    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square() / x.shape[-1] + eps).rsqrt()
+    return (
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square() / x.shape[-1] + eps
+    ).rsqrt()
 
 
 def norm_backward(grad: Tensor, x: Tensor, scale: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of RMSNorm's input [rows, H] and weight [H]. scale: [rows, 1], `inverse_rms(x)`; grad: [rows, H] fp32, overwritten."""
+    """Gradients of RMSNorm's input [rows, H] and weight [H]. scale: [rows, 1], `inverse_rms(x)`; grad: [rows,
+    H] fp32, overwritten.
+    """
     unit = x * scale
     grad_norm = (grad * unit).sum(0)
     grad.mul_(norm)

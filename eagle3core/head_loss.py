@@ -1,7 +1,9 @@
-"""Final norm, draft head and loss in one: rows in chunks, forward and gradient together, so that no batch's logits ever exist.
+"""Final norm, draft head and loss in one: rows in chunks, forward and gradient together, so that no batch's
+logits ever exist.
 
-In: the unroll's outputs, laid end to end, and which of them count for how much. Out: the weighted loss, with gradients, and what each
-row did. Three GEMMs a row (logits, their pull on the states, their pull on the head); the softmax is never made twice.
+In: the unroll's outputs, laid end to end, and which of them count for how much. Out: the weighted loss, with
+gradients, and what each row did. Three GEMMs a row (logits, their pull on the states, their pull on the
+head); the softmax is never made twice.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ LOGITS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # one chunk of fp32 logits
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """The n (chain, step) pairs whose label counts, ordered by label so that steps share a label's target distribution.
+    """The n (chain, step) pairs whose label counts, ordered by label so that steps share a label's target
+    distribution.
 
     state: place in the outputs laid end to end. label: row of the teacher. chain, step: which. All [n] int64.
     """
@@ -38,7 +41,14 @@ class ScoredRows:
     def of(cls, batch: PackedBatch) -> ScoredRows:
         start, columns = 0, []
         for number, step in enumerate(batch.steps):
-            columns.append((step.scored + start, batch.label_rows(number), step.scored, torch.full_like(step.scored, number)))
+            columns.append(
+                (
+                    step.scored + start,
+                    batch.label_rows(number),
+                    step.scored,
+                    torch.full_like(step.scored, number),
+                )
+            )
             start += step.alive
         state, label, chain, step = (torch.cat(column) for column in zip(*columns, strict=True))
         order = label.argsort(stable=True)
@@ -51,7 +61,8 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class RowResults:
-    """What each scored row did, [n] each. values: its loss, unweighted. hits: bool, the target's argmax is the draft's (a tie is a hit).
+    """What each scored row did, [n] each. values: its loss, unweighted. hits: bool, the target's argmax is
+    the draft's (a tie is a hit).
 
     alpha: sum min(p, q), the chance that a sampled draft token is accepted.
     """
@@ -71,7 +82,8 @@ def head_loss(
     loss: Loss,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, RowResults]:
-    """states [all steps' alive, H] fp32, head [D, H], weights [n] fp32 -> sum of weights * row losses (scalar), and the rows' results.
+    """states [all steps' alive, H] fp32, head [D, H], weights [n] fp32 -> sum of weights * row losses
+    (scalar), and the rows' results.
 
     `dtype` is that of the GEMMs; softmax and loss are fp32.
     """
@@ -123,7 +135,8 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _row_losses(logits: Tensor, work: _Work, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, hits and alphas of a chunk's rows; `logits` [rows, D] is overwritten with the losses' gradient."""
+    """Losses, hits and alphas of a chunk's rows; `logits` [rows, D] is overwritten with the losses' gradient.
+    """
     label_rows = work.rows.label[chunk]
     label = work.teacher.labels[label_rows, None]
     target = work.teacher.at(label_rows)
@@ -156,9 +169,19 @@ class _Gradients:
         return cls(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (states, norm, head)))
 
     def add(
-        self, slope: Tensor, weight: Tensor, x: Tensor, scale: Tensor, normed: Tensor, norm: Tensor, place: Tensor, row_weights: Tensor
+        self,
+        slope: Tensor,
+        weight: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        normed: Tensor,
+        norm: Tensor,
+        place: Tensor,
+        row_weights: Tensor,
     ) -> None:
-        """Take in a chunk whose loss has gradient `slope` [rows, D] with respect to its logits, before the row weights."""
+        """Take in a chunk whose loss has gradient `slope` [rows, D] with respect to its logits, before the
+        row weights.
+        """
         slope = slope.to(weight.dtype)
         # The row weights go onto the two narrow factors, never over [rows, D].
         weighted = (normed * row_weights).to(weight.dtype)

@@ -1,7 +1,9 @@
-"""The shelf of losses: what a row's draft distribution q is asked to be, given the target's p, and how a chain weighs its steps.
+"""The shelf of losses: what a row's draft distribution q is asked to be, given the target's p, and how a
+chain weighs its steps.
 
-In: probabilities. Out: each row's loss and its gradient with respect to the logits, in closed form. `head_loss.py` calls them chunk by
-chunk. Every gradient here is scale * q + (a correction on p's support), so a sparse target never costs a pass over the vocabulary.
+In: probabilities. Out: each row's loss and its gradient with respect to the logits, in closed form.
+`head_loss.py` calls them chunk by chunk. Every gradient here is scale * q + (a correction on p's support), so
+a sparse target never costs a pass over the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a chunk on the support of p, which has S entries. p, q, log_q: [rows, S] fp32; alpha: [rows] is sum min(p, q)."""
+    """Some rows of a chunk on the support of p, which has S entries. p, q, log_q: [rows, S] fp32; alpha:
+    [rows] is sum min(p, q).
+    """
 
     p: Tensor
     q: Tensor
@@ -25,7 +29,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowLoss:
-    """values: [rows]. Gradient with respect to the logits: scale [rows] * q (None means 1), plus correction [rows, S] on p's support."""
+    """values: [rows]. Gradient with respect to the logits: scale [rows] * q (None means 1), plus correction
+    [rows, S] on p's support.
+    """
 
     values: Tensor
     scale: Tensor | None
@@ -45,15 +51,20 @@ def negative_log_overlap(rows: Rows) -> RowLoss:
 
 
 def overlap_mix(rows: Rows) -> RowLoss:
-    """LK lambda: lambda CE + (1 - lambda) (1 - alpha), lambda = exp(-3 alpha) held constant: CE far away, total variation near."""
+    """LK lambda: lambda CE + (1 - lambda) (1 - alpha), lambda = exp(-3 alpha) held constant: CE far away,
+    total variation near.
+    """
     mix = (-3 * rows.alpha).exp()
     below = rows.q * (rows.q < rows.p)
     values = -mix * torch.linalg.vecdot(rows.p, rows.log_q) + (1 - mix) * (1 - rows.alpha)
-    return RowLoss(values, mix + (1 - mix) * below.sum(-1), -mix[:, None] * rows.p - (1 - mix)[:, None] * below)
+    return RowLoss(
+        values, mix + (1 - mix) * below.sum(-1), -mix[:, None] * rows.p - (1 - mix)[:, None] * below
+    )
 
 
 def expected_acceptance(alpha: Tensor) -> Tensor:
-    """Weights [C, N] under which -log alpha has the gradient of -E[accepted] = -sum_k prod_{j<=k} alpha_j (section 5).
+    """Weights [C, N] under which -log alpha has the gradient of -E[accepted] = -sum_k prod_{j<=k} alpha_j
+    (section 5).
 
     alpha: [C, N], 0 where a step is not scored. d/d(log alpha_j) of the sum is the survival from j on.
     """
@@ -62,9 +73,11 @@ def expected_acceptance(alpha: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Loss:
-    """rows: the loss of one row. chains: where the steps of a chain weigh each other, row scores alpha [C, N] -> weights [C, N].
+    """rows: the loss of one row. chains: where the steps of a chain weigh each other, row scores alpha [C, N]
+    -> weights [C, N].
 
-    With `chains` the step weights come from the chain itself, and the loss is divided by chains; without, each step by its labels.
+    With `chains` the step weights come from the chain itself, and the loss is divided by chains; without,
+    each step by its labels.
     """
 
     rows: Callable[[Rows], RowLoss]

@@ -1,10 +1,11 @@
 """Documents -> one flat run of rows in which only what can reach the loss is there.
 
-In: `Document`s, the draft vocabulary, the number of TTT steps. Out: a `PackedBatch`. No padding; a row never sees, and is never
-trained on, another document's tokens. Time indices: algorithms, section 3.
+In: `Document`s, the draft vocabulary, the number of TTT steps. Out: a `PackedBatch`. No padding; a row never
+sees, and is never trained on, another document's tokens. Time indices: algorithms, section 3.
 
-One index serves everything. Packed row r of a document stands for its position t: token t+1, features t, teacher t. So the chain
-that begins at row r reads, at TTT step i, the token, position and angle of row r+i, and its label is row r+i+1's teacher.
+One index serves everything. Packed row r of a document stands for its position t: token t+1, features t,
+teacher t. So the chain that begins at row r reads, at TTT step i, the token, position and angle of row r+i,
+and its label is row r+i+1's teacher.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Chains(Enum):
 class PackedStep:
     """One TTT step: the first `alive` chains take part.
 
-    windows: which keys their queries see. scored: [n] int64, places in the first `alive` chains whose label counts at this step.
+    windows: which keys their queries see. scored: [n] int64, places in the first `alive` chains whose label
+    counts at this step.
     """
 
     alive: int
@@ -44,10 +46,10 @@ class PackedStep:
 class PackedBatch:
     """R rows of several documents and the C chains that begin at some of them.
 
-    tokens, positions: [R] int64. features: [R, 3H]. teacher: R rows. document: [R] int64, which document a row is of.
-    chains: [C] int64, the row each begins at, longest-lived first, so that the chains alive at a step are a prefix.
-    counts: [N] float64, labels per step before anchor sampling: what losses are divided by.
-    anchor_share: share of chains that went past step 0; steps >= 1 weigh 1 / anchor_share.
+    tokens, positions: [R] int64. features: [R, 3H]. teacher: R rows. document: [R] int64, which document a
+    row is of. chains: [C] int64, the row each begins at, longest-lived first, so that the chains alive at a
+    step are a prefix. counts: [N] float64, labels per step before anchor sampling: what losses are divided
+    by. anchor_share: share of chains that went past step 0; steps >= 1 weigh 1 / anchor_share.
     """
 
     tokens: Tensor
@@ -65,7 +67,9 @@ class PackedBatch:
         return self.chains[: self.steps[step].alive] + step
 
     def label_rows(self, step: int) -> Tensor:
-        """Row whose teacher (and whose token, the text itself) each scored chain is to predict at `step`, [n]."""
+        """Row whose teacher (and whose token, the text itself) each scored chain is to predict at `step`,
+        [n].
+        """
         return self.chains[self.steps[step].scored] + step + 1
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -73,7 +77,10 @@ class PackedBatch:
         device = torch.device(device)
         move = lambda tensor: tensor.to(device, non_blocking=True)
         steps = tuple(replace(s, windows=s.windows.to(device), scored=move(s.scored)) for s in self.steps)
-        tensors = {name: move(getattr(self, name)) for name in ("tokens", "positions", "features", "document", "chains")}
+        tensors = {
+            name: move(getattr(self, name))
+            for name in ("tokens", "positions", "features", "document", "chains")
+        }
         return replace(self, **tensors, teacher=self.teacher.to(device), steps=steps)
 
 
@@ -94,8 +101,9 @@ def pack(
 ) -> PackedBatch | None:
     """Pack documents for `steps` TTT steps; None where none of them has a chain to follow.
 
-    `draft_ids` int64[V] is `draft_id_table`'s. With `anchor_share` < 1 a random share of the chains, drawn from `generator`, goes
-    past step 0. Rows behind a document's last chain, which nobody attends to, stay only as far as its labels need them.
+    `draft_ids` int64[V] is `draft_id_table`'s. With `anchor_share` < 1 a random share of the chains, drawn
+    from `generator`, goes past step 0. Rows behind a document's last chain, which nobody attends to, stay
+    only as far as its labels need them.
     """
     parts: list[_Rows] = []
     counts = torch.zeros(steps, dtype=torch.float64)
@@ -114,7 +122,9 @@ def pack(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows kept of one document, their labels [T-1], and scored bool[N, T-2]: chain t has a label that counts at step i."""
+    """The rows kept of one document, their labels [T-1], and scored bool[N, T-2]: chain t has a label that
+    counts at step i.
+    """
 
     document: Document
     labels: Tensor
@@ -127,7 +137,9 @@ class _Rows:
 
 
 def _scored(document: Document, labels: Tensor, steps: int, follow: Chains) -> Tensor:
-    """bool[N, T-2]: the chain at t is scored at step i, whose label is token t+2+i, distributed as the teacher's row t+1+i."""
+    """bool[N, T-2]: the chain at t is scored at step i, whose label is token t+2+i, distributed as the
+    teacher's row t+1+i.
+    """
     supervised = document.supervised
     rows = max(len(supervised) - 2, 0)
     if follow is Chains.TRAINED:

@@ -1,7 +1,9 @@
-"""The target's side of the loss: what the packed rows remember of the target's distributions, over the draft vocabulary.
+"""The target's side of the loss: what the packed rows remember of the target's distributions, over the draft
+vocabulary.
 
-In: a document's `TopKTeacher` or `HiddenTeacher` and the vocabulary map. Out: a `PackedTeacher` whose `at(rows)` gives the
-target distributions of a chunk of rows, sparse or dense. It depends on the row alone, so it is made once per row, never per step.
+In: a document's `TopKTeacher` or `HiddenTeacher` and the vocabulary map. Out: a `PackedTeacher` whose
+`at(rows)` gives the target distributions of a chunk of rows, sparse or dense. It depends on the row alone, so
+it is made once per row, never per step.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ class TargetHead:
 
     @classmethod
     def build(cls, weight: Tensor, norm: Tensor, eps: float, target_ids: Tensor) -> TargetHead:
-        """From the target's head [V, H] and final norm [H]; `target_ids` [D] is the draft vocabulary, ascending."""
+        """From the target's head [V, H] and final norm [H]; `target_ids` [D] is the draft vocabulary,
+        ascending.
+        """
         whole = len(target_ids) == len(weight)
         return cls(weight, norm, eps, weight if whole else weight[target_ids])
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Hidden states before the final norm [rows, H] -> the head's input."""
-        return F.rms_norm(hidden.to(self.weight.dtype), self.norm.shape, self.norm, self.eps)
+        return F.rms_norm(hidden.to(self.weight), self.norm.shape, self.norm, self.eps)
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """The target's likeliest token over the whole V, [rows] int64, a block of rows at a time."""
@@ -48,13 +52,17 @@ class TargetHead:
 
     def to(self, device: torch.device) -> TargetHead:
         return replace(
-            self, weight=self.weight.to(device), norm=self.norm.to(device), draft_weight=self.draft_weight.to(device)
+            self,
+            weight=self.weight.to(device),
+            norm=self.norm.to(device),
+            draft_weight=self.draft_weight.to(device),
         )
 
 
 @dataclass(frozen=True)
 class SparseTarget:
-    """Target distributions of some rows on k draft ids each: ids [rows, k] int64, probs [rows, k] fp32, summing to 1.
+    """Target distributions of some rows on k draft ids each: ids [rows, k] int64, probs [rows, k] fp32,
+    summing to 1.
 
     An unused entry has probability 0.
     """
@@ -73,7 +81,9 @@ class SparseTarget:
 
 @dataclass(frozen=True)
 class DenseTarget:
-    """Target distributions of some rows over the whole draft vocabulary: probs [rows, D] fp32; the support is D itself."""
+    """Target distributions of some rows over the whole draft vocabulary: probs [rows, D] fp32; the support is
+    D itself.
+    """
 
     probs: Tensor
 
@@ -86,7 +96,9 @@ class DenseTarget:
 
 @dataclass(frozen=True)
 class PackedTopK:
-    """Per row: `labels` [rows] int64, draft id of the target's argmax (OUTSIDE where D lacks it), and its sparse distribution."""
+    """Per row: `labels` [rows] int64, draft id of the target's argmax (OUTSIDE where D lacks it), and its
+    sparse distribution.
+    """
 
     labels: Tensor
     target: SparseTarget
@@ -101,7 +113,9 @@ class PackedTopK:
 
 @dataclass(frozen=True)
 class PackedHidden:
-    """Per row: `labels` as in PackedTopK and the target's hidden state [rows, H]; distributions are made where asked for."""
+    """Per row: `labels` as in PackedTopK and the target's hidden state [rows, H]; distributions are made
+    where asked for.
+    """
 
     labels: Tensor
     hidden: Tensor
@@ -124,13 +138,16 @@ PackedTeacher = PackedTopK | PackedHidden
 def teacher_labels(teacher: Teacher, draft_ids: Tensor, head: TargetHead | None) -> Tensor:
     """Draft id of the target's likeliest token after each row, [T-1] int64, OUTSIDE where D lacks it.
 
-    `draft_ids` int64[V]: draft id of every target id, or OUTSIDE. Raises ValueError where hidden states come without a head.
+    `draft_ids` int64[V]: draft id of every target id, or OUTSIDE. Raises ValueError where hidden states come
+    without a head.
     """
     if isinstance(teacher, TopKTeacher):
         return draft_ids[teacher.ids[:, 0].long()]
     if head is None:
-        raise ValueError("documents store the target's hidden states; training needs the target's head beside them")
-    return draft_ids[head.argmax(teacher.hidden)]
+        raise ValueError(
+            "documents store the target's hidden states; training needs the target's head beside them"
+        )
+    return draft_ids[head.argmax(teacher.hidden).to(draft_ids.device)]
 
 
 def pack_teacher(
@@ -138,12 +155,14 @@ def pack_teacher(
 ) -> PackedTeacher:
     """Documents' teachers, cut to their packed rows, and those rows' labels -> one teacher for the batch.
 
-    Top-k probabilities are restricted to D and renormalised there (softmax over the D kept logits, the unstored tail left out).
-    Raises ValueError where the documents mix teachers.
+    Top-k probabilities are restricted to D and renormalised there (softmax over the D kept logits, the
+    unstored tail left out). Raises ValueError where the documents mix teachers.
     """
     kinds = {type(part) for part in parts}
     if len(kinds) != 1:
-        raise ValueError("a batch mixes documents with top-k and hidden-state teachers; extract features one way")
+        raise ValueError(
+            "a batch mixes documents with top-k and hidden-state teachers; extract features one way"
+        )
     if kinds == {HiddenTeacher}:
         return PackedHidden(labels, torch.cat([part.hidden for part in parts]), head)
     ids = draft_ids[torch.cat([part.ids for part in parts]).long()]

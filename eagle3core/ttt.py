@@ -1,6 +1,8 @@
-"""The training step's forward: a packed batch in, its loss and per-step figures out. `TrainingTimeTest` is what trains, and is wrapped by DDP or FSDP.
+"""The training step's forward: a packed batch in, its loss and per-step figures out. `TrainingTimeTest` is
+what trains, and is wrapped by DDP or FSDP.
 
-In: `PackedBatch` and how many labels the whole optimizer step has. Out: `StepResult`, whose loss is ready for `.backward()`.
+In: `PackedBatch` and how many labels the whole optimizer step has. Out: `StepResult`, whose loss is ready for
+`.backward()`.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ from torch import Tensor, nn
 
 from eagle3core.draft import Eagle3Draft
 from eagle3core.head_loss import RowResults, ScoredRows, head_loss
-from eagle3core.losses import LOSSES, Loss, Rows, RowLoss
+from eagle3core.losses import LOSSES, Loss, RowLoss, Rows
 from eagle3core.packing import PackedBatch
 from eagle3core.unroll import Unroll
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: scalar. labels, losses, hits, alpha: [N] sums over the scored rows of each TTT step, fp32, detached."""
+    """loss: scalar. labels, losses, hits, alpha: [N] sums over the scored rows of each TTT step, fp32,
+    detached.
+    """
 
     loss: Tensor
     labels: Tensor
@@ -29,21 +33,32 @@ class StepResult:
 
 
 class TrainingTimeTest(nn.Module):
-    """The draft under training. Loss = sum over steps i of decay**i * (sum over labels) / counts[i]; with anchors, steps >= 1 over
-    a share of the chains weigh 1 / share, which keeps the gradient unbiased.
+    """The draft under training. Loss = sum over steps i of decay**i * (sum over labels) / counts[i]; with
+    anchors, steps >= 1 over a share of the chains weigh 1 / share, which keeps the gradient unbiased.
 
-    A loss that weighs a chain's own steps (`Loss.chains`) replaces decay**i / counts[i] by its weights / counts[0].
+    A loss that weighs a chain's own steps (`Loss.chains`) replaces decay**i / counts[i] by its weights /
+    counts[0].
     """
 
-    def __init__(self, draft: Eagle3Draft, loss: str = "ce", step_decay: float = 0.8, unroll: Unroll | None = None) -> None:
+    def __init__(
+        self, draft: Eagle3Draft, loss: str = "ce", step_decay: float = 0.8, unroll: Unroll | None = None
+    ) -> None:
         super().__init__()
         self.draft = draft
         self.loss: Loss = LOSSES[loss]
         self.step_decay = step_decay
         self.unroll = unroll or Unroll()
 
-    def forward(self, batch: PackedBatch, counts: Tensor | None = None) -> StepResult:
-        """counts: [N] labels of the whole optimizer step, every rank and micro-batch; default: this batch's own."""
+    def forward(self, batch: PackedBatch | None, counts: Tensor | None = None) -> StepResult:
+        """counts: [N] labels of the whole optimizer step, every rank and micro-batch; default: this batch's
+        own.
+
+        No batch: a loss of 0 that reaches every parameter, for a rank that must still take part in the
+        exchange of gradients.
+        """
+        if batch is None:
+            zero = sum(parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad)
+            return StepResult(zero, *torch.zeros(4, len(counts)))
         outputs = torch.cat(self.unroll(self.draft, batch))
         rows = ScoredRows.of(batch)
         weights = self._weights(batch, rows, outputs, batch.counts if counts is None else counts)
@@ -54,16 +69,22 @@ class TrainingTimeTest(nn.Module):
         self, outputs: Tensor, batch: PackedBatch, rows: ScoredRows, weights: Tensor, loss: Loss
     ) -> tuple[Tensor, RowResults]:
         draft = self.draft
-        return head_loss(outputs, draft.norm, draft.lm_head.weight, batch.teacher, rows, weights, loss, self.unroll.dtype)
+        return head_loss(
+            outputs, draft.norm, draft.lm_head.weight, batch.teacher, rows, weights, loss, self.unroll.dtype
+        )
 
     def _weights(self, batch: PackedBatch, rows: ScoredRows, outputs: Tensor, counts: Tensor) -> Tensor:
         """Weight of every scored row, [n] fp32."""
         steps = torch.arange(len(batch.steps), dtype=torch.float64)
         share = torch.where(steps > 0, batch.anchor_share, 1.0)
         if self.loss.chains is None:
-            return (self.step_decay**steps / counts.clamp_min(1) / share).float().to(outputs.device)[rows.step]
+            return (
+                (self.step_decay**steps / counts.clamp_min(1) / share).float().to(outputs.device)[rows.step]
+            )
         with torch.no_grad():
-            _, results = self._head(outputs, batch, rows, torch.zeros_like(rows.step, dtype=torch.float32), Loss(_no_loss))
+            _, results = self._head(
+                outputs, batch, rows, torch.zeros_like(rows.step, dtype=torch.float32), Loss(_no_loss)
+            )
         alpha = outputs.new_zeros(len(batch.chains), len(batch.steps))
         alpha[rows.chain, rows.step] = results.alpha
         by_step = (1 / counts[:1].clamp_min(1) / share).float().to(outputs.device)

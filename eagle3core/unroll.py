@@ -1,8 +1,10 @@
-"""Training-time test: the draft unrolled over N steps, each fed with its own output, for every chain of a packed batch at once.
+"""Training-time test: the draft unrolled over N steps, each fed with its own output, for every chain of a
+packed batch at once.
 
-In: a draft and a `PackedBatch`. Out: the layer's un-normed output of every chain alive at every step. Algorithms, sections 3 and 4.
-Equals drafting chain by chain with a cache (the tests do that), and computes only the rows that can reach the loss: step 0 gives every
-row its key and value, everything else is done for chains alone.
+In: a draft and a `PackedBatch`. Out: the layer's un-normed output of every chain alive at every step.
+Algorithms, sections 3 and 4. Equals drafting chain by chain with a cache (the tests do that), and computes
+only the rows that can reach the loss: step 0 gives every row its key and value, everything else is done for
+chains alone.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from eagle3core.rotary import rotate
 class LayerWeights:
     """The layer's weights as the unroll multiplies with them, in the compute dtype, made once per batch.
 
-    The attention input is [norm(embedding), norm(hidden)], so W x = W_token norm(embedding) + W_state norm(hidden): the first product
-    belongs to a token, not to a step, and is made once per row instead of once per row and step.
-    token, state: [(heads + 2 kv_heads) d, H], queries then keys then values. out: [H, heads d]. gate_up: [2 I, H]. down: [H, I].
+    The attention input is [norm(embedding), norm(hidden)], so W x = W_token norm(embedding) + W_state
+    norm(hidden): the first product belongs to a token, not to a step, and is made once per row instead of
+    once per row and step. token, state: [(heads + 2 kv_heads) d, H], queries then keys then values. out: [H,
+    heads d]. gate_up: [2 I, H]. down: [H, I].
     """
 
     token: Tensor
@@ -40,28 +43,41 @@ class LayerWeights:
     @classmethod
     def of(cls, layer: DraftLayer, dtype: torch.dtype) -> LayerWeights:
         attention, mlp = layer.self_attn, layer.mlp
-        projections = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).to(dtype)
+        projections = torch.cat(
+            [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+        ).to(dtype)
         token, state = projections.chunk(2, dim=1)
         gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype)
-        return cls(token.contiguous(), state.contiguous(), attention.o_proj.weight.to(dtype), gate_up, mlp.down_proj.weight.to(dtype))
+        return cls(
+            token.contiguous(),
+            state.contiguous(),
+            attention.o_proj.weight.to(dtype),
+            gate_up,
+            mlp.down_proj.weight.to(dtype),
+        )
 
 
 def project(
     layer: DraftLayer, weight: Tensor, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, turned: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention's projections of hidden states [rows, H] with some of `LayerWeights.state`'s rows; `tokens` is their token part.
+    """Attention's projections of hidden states [rows, H] with some of `LayerWeights.state`'s rows; `tokens`
+    is their token part.
 
-    Returns the first `turned` heads, which RoPE turns (queries, keys, or both), and the rest, the values: [rows, heads, d] each.
-    cos, sin: [rows, 1, d / 2].
+    Returns the first `turned` heads, which RoPE turns (queries, keys, or both), and the rest, the values:
+    [rows, heads, d] each. cos, sin: [rows, 1, d / 2].
     """
     norm = layer.hidden_norm
-    heads = (norm_linear(hidden, norm.weight, norm.eps, weight) + tokens).unflatten(1, (-1, layer.self_attn.head_dim))
+    heads = (norm_linear(hidden, norm.weight, norm.eps, weight) + tokens).unflatten(
+        1, (-1, layer.self_attn.head_dim)
+    )
     # A copy, not a view, of the values: a view would keep all of `heads` in memory until backward.
     return rotate(heads[:, :turned], cos, sin), heads[:, turned:].contiguous()
 
 
 def finish(layer: DraftLayer, weights: LayerWeights, attended: Tensor, hidden: Tensor) -> Tensor:
-    """Attention's output [rows, heads, d] and the residual [rows, H] -> the layer's un-normed output [rows, H] fp32."""
+    """Attention's output [rows, heads, d] and the residual [rows, H] -> the layer's un-normed output [rows,
+    H] fp32.
+    """
     norm = layer.post_attention_layernorm
     hidden = hidden + F.linear(attended.flatten(1), weights.out)
     return hidden + swiglu_linear(norm_linear(hidden, norm.weight, norm.eps, weights.gate_up), weights.down)
@@ -69,9 +85,11 @@ def finish(layer: DraftLayer, weights: LayerWeights, attended: Tensor, hidden: T
 
 @dataclass(frozen=True)
 class Unroll:
-    """How to run it. dtype: of the GEMMs and of attention; the residual stream stays fp32. project, finish: or compiled forms of them.
+    """How to run it. dtype: of the GEMMs and of attention; the residual stream stays fp32. project, finish:
+    or compiled forms of them.
 
-    recompute: keep no activation of the layer's second half but make it again in backward (activation checkpointing).
+    recompute: keep no activation of the layer's second half but make it again in backward (activation
+    checkpointing).
     """
 
     dtype: torch.dtype = torch.float32
@@ -82,7 +100,9 @@ class Unroll:
     @classmethod
     def compiled(cls, dtype: torch.dtype = torch.float32, recompute: bool = False) -> Unroll:
         """The dense parts through `torch.compile`, sizes dynamic: packed batches differ in every length."""
-        return cls(dtype, torch.compile(project, dynamic=True), torch.compile(finish, dynamic=True), recompute)
+        return cls(
+            dtype, torch.compile(project, dynamic=True), torch.compile(finish, dynamic=True), recompute
+        )
 
     def __call__(self, draft: Eagle3Draft, batch: PackedBatch) -> list[Tensor]:
         """Outputs [alive, H] fp32 of each step with chains alive, in the order of `batch.chains`."""
@@ -92,7 +112,9 @@ class Unroll:
         tokens = self._token_part(draft, weights, batch.tokens)
         cos, sin = draft.rope(batch.positions, self.dtype)
         hidden = self._fuse(draft, batch.features)
-        keys, values = self.project(layer, weights.state[width:], hidden, tokens[:, width:], cos, sin, kv_heads)
+        keys, values = self.project(
+            layer, weights.state[width:], hidden, tokens[:, width:], cos, sin, kv_heads
+        )
         hidden = hidden[batch.chains]
         diagonals: list[tuple[Tensor, Tensor]] = []
         outputs: list[Tensor] = []
@@ -101,7 +123,9 @@ class Unroll:
                 break
             hidden, rows = hidden[: step.alive], batch.input_rows(number)
             if number == 0:
-                queries, _ = self.project(layer, weights.state[:width], hidden, tokens[rows, :width], cos[rows], sin[rows], heads)
+                queries, _ = self.project(
+                    layer, weights.state[:width], hidden, tokens[rows, :width], cos[rows], sin[rows], heads
+                )
             else:
                 turned, own_values = self.project(
                     layer, weights.state, hidden, tokens[rows], cos[rows], sin[rows], heads + kv_heads

@@ -1,7 +1,9 @@
-"""Which keys a step's queries see, as few contiguous windows: flash kernels want runs, the chains alive are any subset of rows.
+"""Which keys a step's queries see, as few contiguous windows: flash kernels want runs, the chains alive are
+any subset of rows.
 
-In: the rows at which the alive chains begin. Out: `Windows`. A window's queries are rows [first, stop) of one document; they see
-that document's rows before `first` whole and the rest causally. Small holes are computed and thrown away.
+In: the rows at which the alive chains begin. Out: `Windows`. A window's queries are rows [first, stop) of one
+document; they see that document's rows before `first` whole and the rest causally. Small holes are computed
+and thrown away.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ LARGEST_HOLE = 48  # rows; a wider hole ends a window: two kernel calls cost abo
 
 @dataclass(frozen=True)
 class Window:
-    """Rows [first, stop) of the document that starts at row `document`; its queries lie at `slot` and after."""
+    """Rows [first, stop) of the document that starts at row `document`; its queries lie at `slot` and after.
+    """
 
     document: int
     first: int
@@ -28,7 +31,8 @@ class Window:
 class Varlen:
     """The same windows as CUDA's variable-length flash kernel wants them.
 
-    queries, keys: [windows + 1] int32, running totals. key_rows: [sum of keys] int64, the rows gathered as keys.
+    queries, keys: [windows + 1] int32, running totals. key_rows: [sum of keys] int64, the rows gathered as
+    keys.
     """
 
     queries: Tensor
@@ -40,7 +44,9 @@ class Varlen:
 
 @dataclass(frozen=True)
 class Windows:
-    """spans: the windows, slots side by side. slots: [alive] int64, where each chain's query lies among `size` slots."""
+    """spans: the windows, slots side by side. slots: [alive] int64, where each chain's query lies among
+    `size` slots.
+    """
 
     spans: tuple[Window, ...]
     slots: Tensor
@@ -53,7 +59,9 @@ class Windows:
 
 
 def find_windows(chains: Tensor, starts: Tensor, document: Tensor) -> Windows:
-    """Windows over `chains` [alive] int64 (any order). starts: first row of each document; document: [R] each row's document."""
+    """Windows over `chains` [alive] int64 (any order). starts: first row of each document; document: [R] each
+    row's document.
+    """
     if not len(chains):
         return Windows((), chains, 0)
     rows, order = chains.sort()

@@ -1,4 +1,5 @@
-"""The dumb oracle of training-time test: every chain drafted by itself, a step at a time, with a growing cache of keys and values.
+"""The dumb oracle of training-time test: every chain drafted by itself, a step at a time, with a growing
+cache of keys and values.
 
 No packing, no flash, no merging, no fused loss: plain loops, plain softmax, plain autograd.
 """
@@ -13,14 +14,30 @@ from eagle3core.config import DraftConfig
 from eagle3core.draft import Eagle3Draft
 
 
-def make_draft(seed: int = 0, vocabulary: int = 23, draft_vocabulary: int = 11, heads: int = 4, kv_heads: int = 2, **flags: bool) -> Eagle3Draft:
+def make_draft(
+    seed: int = 0,
+    vocabulary: int = 23,
+    draft_vocabulary: int = 11,
+    heads: int = 4,
+    kv_heads: int = 2,
+    **flags: bool,
+) -> Eagle3Draft:
     """A small random draft whose norms and map are not trivial."""
     torch.manual_seed(seed)
     config = DraftConfig(
-        hidden_size=16, intermediate_size=24, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8,
-        vocab_size=vocabulary, draft_vocab_size=draft_vocabulary, rms_norm_eps=1e-5, rope_theta=1000.0,
-        max_position_embeddings=128, layer_ids=(2, 3, 5), **flags,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        vocab_size=vocabulary,
+        draft_vocab_size=draft_vocabulary,
+        rms_norm_eps=1e-5,
+        rope_theta=1000.0,
+        max_position_embeddings=128,
+        layer_ids=(2, 3, 5),
+        **flags,
+    )
     draft = Eagle3Draft(config)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -32,7 +49,15 @@ def make_draft(seed: int = 0, vocabulary: int = 23, draft_vocabulary: int = 11, 
     return draft
 
 
-def make_document(tokens: int, supervised: Tensor, teacher: str = "topk", vocabulary: int = 23, width: int = 48, hidden: int = 16, seed: int = 0) -> Document:
+def make_document(
+    tokens: int,
+    supervised: Tensor,
+    teacher: str = "topk",
+    vocabulary: int = 23,
+    width: int = 48,
+    hidden: int = 16,
+    seed: int = 0,
+) -> Document:
     """Random tokens, features and teacher."""
     generator = torch.Generator().manual_seed(seed)
     randn = lambda *shape: torch.randn(*shape, generator=generator)
@@ -62,7 +87,9 @@ def chain_logits(draft: Eagle3Draft, document: Document, row: int, steps: int) -
             break
         cos, sin = draft.rope(torch.tensor([row + step]), torch.float32)
         if step > 0:
-            x = layer.attention_input(draft.embed_tokens(document.token_ids[row + 1 + step : row + 2 + step]), hidden)
+            x = layer.attention_input(
+                draft.embed_tokens(document.token_ids[row + 1 + step : row + 2 + step]), hidden
+            )
             k, v = attention.keys_values(x, cos, sin)
             cache_k, cache_v = torch.cat([cache_k, k]), torch.cat([cache_v, v])
         q = attention.queries(x, cos, sin)[0]
@@ -77,8 +104,12 @@ def chain_logits(draft: Eagle3Draft, document: Document, row: int, steps: int) -
     return result
 
 
-def target_distribution(draft: Eagle3Draft, document: Document, row: int, head: tuple[Tensor, Tensor] | None) -> Tensor | None:
-    """The target's distribution for token row+1 over D, [D]; None where its argmax is outside D. head: (weight [V, H], norm [H])."""
+def target_distribution(
+    draft: Eagle3Draft, document: Document, row: int, head: tuple[Tensor, Tensor] | None
+) -> Tensor | None:
+    """The target's distribution for token row+1 over D, [D]; None where its argmax is outside D. head:
+    (weight [V, H], norm [H]).
+    """
     ids = draft.target_ids
     teacher = document.teacher
     if isinstance(teacher, HiddenTeacher):
@@ -93,7 +124,9 @@ def target_distribution(draft: Eagle3Draft, document: Document, row: int, head: 
     return dense[ids] / dense[ids].sum()
 
 
-def scored_rows(draft: Eagle3Draft, documents: list[Document], steps: int, head=None) -> list[tuple[int, Tensor, Tensor]]:
+def scored_rows(
+    draft: Eagle3Draft, documents: list[Document], steps: int, head=None
+) -> list[tuple[int, Tensor, Tensor]]:
     """(step, logits [D], target distribution [D]) of every scored row of every chain."""
     result = []
     for document in documents:
