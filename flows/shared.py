@@ -1,7 +1,7 @@
 """What the flows share: the run's name, the recipe with its overrides, the target's checks, the pages they
 leave.
 
-In: a flow's parameters. Out: typed values, and the artifacts that Prefect's page of the run shows.
+In: a flow's parameters. Out: a `Build`, whose methods run stages, find them, and show what came of them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,58 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from prefect import runtime, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
-from tasks.outcome import Outcome
 
+from storage.artifacts import ArtifactRef, ArtifactStore
 from tasks.build_tracker import BuildTracker
 from tasks.logs import log_to_file
+from tasks.outcome import outcome_of
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import Recipe, build_recipe
+from tasks.stage_task import StageTask
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Build:
+    """One run of a flow: what it works with, and the ways it gets artifacts."""
+
+    recipe: Recipe
+    target: TargetInfo
+    tracker: BuildTracker
+
+    def do(self, stage: StageTask, *inputs: ArtifactRef) -> ArtifactRef:
+        """The stage's artifact: found, or made now as a task of this run."""
+        return stage(self.recipe, self.target, *inputs, tracker=self.tracker)
+
+    def existing(self, stage: StageTask, *inputs: ArtifactRef) -> ArtifactRef:
+        """The stage's artifact, which has to be there. Raises NotBuiltError."""
+        return stage.existing(self.recipe, self.target, *inputs)
+
+    def show(self, result: ArtifactRef, *, acceptance: ArtifactRef | None = None) -> None:
+        """Leave the outcome with the tracker and on the run's page, and say where to look as the log's last
+        lines.
+        """
+        tracked = self.tracker.finish(result, acceptance=acceptance)
+        store = ArtifactStore(self.recipe.store.uri)
+        outcome = outcome_of(self.recipe, self.target, store, result, acceptance, tracked)
+        key = self.recipe.name.replace(".", "-")
+        if outcome.acceptance:
+            create_table_artifact(
+                key=f"{key}-acceptance",
+                table=[dict(row) for row in outcome.acceptance],
+                description=f"Acceptance of {self.recipe.name}'s draft by position, on held-out prompts",
+            )
+        if tracked:
+            create_link_artifact(key=f"{key}-mlflow", link=tracked, link_text="MLflow run")
+        create_markdown_artifact(f"{key}-result", markdown=outcome.markdown(), description="Where to look")
+        for line in outcome.lines():
+            logger.info("%s", line)
 
 
 def run_name() -> str:
@@ -28,8 +68,7 @@ def run_name() -> str:
     parameters = runtime.flow_run.parameters
     recipe = parameters["recipe"]
     name = recipe.name if isinstance(recipe, Recipe) else recipe["name"]
-    changes = [f"{key}={value}" for key, value in (parameters.get("overrides") or {}).items()]
-    return " ".join([name, *changes])
+    return " ".join([name, *(f"{key}={value}" for key, value in (parameters.get("overrides") or {}).items())])
 
 
 @task(name="prepare-target", task_run_name="prepare-target {recipe.name}")
@@ -39,32 +78,12 @@ def check_target(recipe: Recipe) -> TargetInfo:
 
 
 @contextmanager
-def started(
-    recipe: Recipe, overrides: Mapping[str, Any] | None
-) -> Iterator[tuple[Recipe, TargetInfo, BuildTracker]]:
+def started(recipe: Recipe, overrides: Mapping[str, Any] | None) -> Iterator[Build]:
     """Around a flow's stages: its log file, the recipe as overridden, the checked target, the tracker."""
-    name = runtime.flow_run.flow_name
-    logger.info("everything is logged to %s", log_to_file(f"{name}-{recipe.name}"))
-    recipe = build_recipe(recipe.model_dump(mode="json"), overrides, where=f"recipe {recipe.name}")
-    target = check_target(recipe)
-    with BuildTracker(
-        recipe, target, flow=name, name=runtime.flow_run.name, page=runtime.flow_run.ui_url
-    ) as tracker:
-        yield recipe, target, tracker
-
-
-def show(outcome: Outcome) -> None:
-    """Leave the outcome on the run's page, and say where to look as the last lines of the log."""
-    if outcome.acceptance:
-        create_table_artifact(
-            key=f"{outcome.name}-acceptance",
-            table=outcome.acceptance,
-            description=f"Acceptance of {outcome.name} per draft position, on held-out prompts",
-        )
-    if outcome.tracked:
-        create_link_artifact(key=f"{outcome.name}-mlflow", link=outcome.tracked, link_text="MLflow run")
-    create_markdown_artifact(
-        key=f"{outcome.name}-result", markdown=outcome.markdown(), description="Where to look"
-    )
-    for line in outcome.lines():
-        logger.info("%s", line)
+    flow_name = runtime.flow_run.flow_name
+    with log_to_file(f"{flow_name}-{recipe.name}"):
+        recipe = build_recipe(recipe.model_dump(mode="json"), overrides, where=f"recipe {recipe.name}")
+        target = check_target(recipe)
+        page = runtime.flow_run.ui_url
+        with BuildTracker(recipe, target, flow=flow_name, name=runtime.flow_run.name, page=page) as tracker:
+            yield Build(recipe, target, tracker)
