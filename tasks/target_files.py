@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.checksums import sampled_checksum
 from tasks.target_checks import TargetError
 
 INDEX = "model.safetensors.index.json"
@@ -25,8 +26,6 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 DTYPE_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "I8": 8, "U8": 8}
-CHUNK = 1 << 16
-CHUNKS = 64  # read from each weight file, evenly spaced: a changed model changes them all
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def inspect(folder: Path, model: str) -> TargetFiles:
                 total += size
                 by_dtype[tensor["dtype"]] = by_dtype.get(tensor["dtype"], 0) + size
         digest.update(path.name.encode())
-        digest.update(_sample(path))
+        digest.update(sampled_checksum(path).encode())
     if not total:
         raise TargetError(f"{model}: the weight files in {folder} hold no tensor; {_again(model)}")
     commonest = max(by_dtype, key=lambda dtype: by_dtype[dtype])
@@ -160,17 +159,6 @@ def _header(path: Path, model: str) -> dict[str, Any]:
     if 8 + length + end != size:
         raise TargetError(f"{path}: {size} bytes where its header says {8 + length + end}; {_again(model)}")
     return header
-
-
-def _sample(path: Path) -> bytes:
-    """A checksum of the file's size, its start (the header) and evenly spaced chunks: 4 MiB a file, not 5 GB."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for k in range(CHUNKS):
-            file.seek(max(0, (size - CHUNK) * k // (CHUNKS - 1)))
-            digest.update(file.read(CHUNK))
-    return digest.digest()
 
 
 def _tokenizer_fingerprint(folder: Path) -> str:
