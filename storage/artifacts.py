@@ -111,8 +111,7 @@ class ArtifactStore:
         parameters: Mapping[str, Any],
         inputs: Sequence[ArtifactRef] = (),
     ) -> ArtifactWriter:
-        """A writer (a context manager) for this artifact, which goes on from the parts an earlier run left.
-        """
+        """A context manager that writes this artifact, going on from the parts an earlier run left."""
         ref = self.reference(kind, fingerprint)
         return ArtifactWriter(self, ref, stage, stage_version, dict(parameters), tuple(inputs))
 
