@@ -37,6 +37,10 @@ class WorkerError(RuntimeError):
     """A worker that did not finish; the message has its last log lines and where the whole log is."""
 
 
+class WorkerCancelled(WorkerError):
+    """A worker that was ended because `cancelled` said so."""
+
+
 def run_worker(
     module: str,
     spec: Mapping[str, Any],
@@ -46,6 +50,7 @@ def run_worker(
     env: Mapping[str, str] | None = None,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     timeout: float | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run `module` as `__main__` with `<folder>/spec.json` as its one argument, to its end.
 
@@ -54,7 +59,8 @@ def run_worker(
     process dies; everything it started is ended before this function returns, on every way out.
 
     `python`: the interpreter; default: this one. `env`: laid over this process's environment. `timeout`:
-    seconds for the whole run. Raises WorkerError (exit code not 0, or timeout), and what `on_event` raises.
+    seconds for the whole run. `cancelled`: asked now and then; the worker is ended once it says so.
+    Raises WorkerError (exit code not 0, timeout), WorkerCancelled, and what `on_event` raises.
     """
     folder.mkdir(parents=True, exist_ok=True)
     spec_file, log_file, event_file = folder / "spec.json", folder / "worker.log", folder / "events.jsonl"
@@ -89,6 +95,8 @@ def run_worker(
                 _deliver(events, on_event)
                 if deadline is not None and time.monotonic() > deadline:
                     raise WorkerError(_failure(module, f"took longer than {timeout:.0f} s", log_file))
+                if cancelled():
+                    raise WorkerCancelled(f"worker {module} was called off")
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     worker.wait(POLL_SECONDS)
             _deliver(events, on_event)

@@ -157,7 +157,10 @@ class Vllm(Section):
     kv_cache_gb: Positive | None = Field(None, description="KV cache on a CPU, GiB")
     tensor_parallel: Positive = 1
     enforce_eager: bool = False
-    threads: Positive | None = Field(None, description="CPU threads of the engine")
+    threads: Positive | None = Field(None, description="CPU threads of one engine; default: its share of the cores")
+    engines: Positive | None = Field(
+        None, description="Engine processes side by side; default: one per GPU (group), or per CPU core that has room"
+    )
 
 
 class Store(Section):

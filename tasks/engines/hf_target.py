@@ -1,0 +1,84 @@
+"""A Hugging Face causal LM as the decoders' `TargetModel`: tree attention in one pass, a slot cache.
+
+In: a loaded model and the captured layer ids (HF `hidden_states` indices). Out: logits, features.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from eagle3core.decoding.target import Block, SlotCache, TargetOutput
+
+
+class HuggingFaceTarget:
+    """Any decoder that takes a 4D mask and position ids as Llama does (Llama, Mistral, Qwen2, Qwen3)."""
+
+    def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, int, int]) -> None:
+        self._model = model.eval()
+        self._captured: dict[int, Tensor] = {}
+        self._layer_ids = layer_ids
+        self._layers = model.config.get_text_config().num_hidden_layers
+        modules = [*model.base_model.layers, model.base_model.norm]
+        for layer in set(layer_ids):
+            if not 0 <= layer <= self._layers:
+                raise ValueError(f"layer id {layer} is not in 0..{self._layers}, the target's hidden states")
+            # hidden_states[k] is what goes into layer k (0-based), and into the final norm for the last.
+            modules[layer].register_forward_pre_hook(self._keeper(layer))
+
+    @classmethod
+    def load(cls, folder: Path, layer_ids: tuple[int, int, int], dtype: torch.dtype) -> HuggingFaceTarget:
+        """From a Hugging Face folder, on the first GPU where there is one."""
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"), layer_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.config.get_text_config().vocab_size
+
+    def new_cache(self, batch: int, slots: int) -> SlotCache:
+        return SlotCache(batch, slots, self._layers)
+
+    @torch.no_grad()
+    def forward(self, block: Block, cache: SlotCache) -> TargetOutput:
+        device = self._model.device
+        mask = block.mask.to(device)[:, None]
+        output = self._model(
+            input_ids=block.token_ids.to(device),
+            position_ids=block.positions.to(device),
+            attention_mask=torch.zeros(mask.shape, dtype=self._model.dtype, device=device).masked_fill_(
+                ~mask, torch.finfo(self._model.dtype).min
+            ),
+            past_key_values=_BlockCache(cache, block.slots.to(device), mask.shape[-1]),
+            use_cache=True,
+        )
+        features = torch.cat([self._captured[layer] for layer in self._layer_ids], dim=-1)
+        self._captured.clear()
+        return TargetOutput(output.logits, features)
+
+    def _keeper(self, layer: int) -> Any:
+        def keep(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._captured[layer] = inputs[0]
+
+        return keep
+
+
+class _BlockCache:
+    """What a transformers attention layer sees of the cache during one block."""
+
+    is_compileable = False
+
+    def __init__(self, cache: SlotCache, slots: Tensor, width: int) -> None:
+        self._cache, self._slots, self._width = cache, slots, width
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self._cache.write(layer, self._slots, keys, values, self._width)
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0  # positions are given with every block

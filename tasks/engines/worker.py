@@ -1,0 +1,212 @@
+"""The process that runs the target: `python -m tasks.engines.worker spec.json` answers jobs or reads text.
+
+In: a WorkerSpec. Out: per finished part one safetensors file of arrays in the handover folder (where states
+are captured) and one event with everything else; the parent makes the artifacts of it. Runs under any
+Python that has the engine: no Prefect, MLflow or Parquet in here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tasks.engines.dialogue import Dialogue, given_sample
+from tasks.engines.requests import CaptureOptions, Engine, Finished, Refused, Request, Sample, WorkerSpec
+from tasks.engines.teacher import TargetHead
+from tasks.processes import emit
+from tasks.templates import Template
+
+# A float16 has no -inf that survives a product with zero; this is its lowest, and its exp is 0.
+NEVER = -65504.0
+
+
+class Packer:
+    """States of one sample -> the arrays that are stored, by name."""
+
+    def __init__(self, capture: CaptureOptions, folder: Path) -> None:
+        self._capture = capture
+        self._dtype = getattr(torch, capture.dtype)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._head = TargetHead.load(folder, device) if capture.teacher == "topk" else None
+
+    def pack(self, sample: Sample, states: Tensor | None) -> dict[str, Tensor]:
+        """`states`: [T-1, layers + 1, H], the last one before the target's final norm."""
+        if states is None or len(states) != len(sample.token_ids) - 1:
+            rows = "no" if states is None else len(states)
+            raise RuntimeError(f"{sample.id}: {rows} rows of states for {len(sample.token_ids)} tokens")
+        features = states[:, :-1].flatten(1).to(self._dtype)
+        last = states[:, -1]
+        if self._head is None:
+            return {"features": features, "teacher_hidden": last.to(self._dtype).contiguous()}
+        # Row t is the distribution of token t + 1: only those of tokens that the target wrote are ever a
+        # label.
+        rows = torch.zeros(len(states), dtype=torch.bool)
+        for start, end in sample.spans:
+            rows[start - 1 : end - 1] = True
+        k = self._capture.teacher_k
+        ids = torch.arange(k, dtype=torch.int32).repeat(len(states), 1)
+        log_probs = torch.full((len(states), k), NEVER, dtype=torch.float16)
+        rest = torch.zeros(len(states))
+        top = self._head.top_k(last[rows], k)
+        ids[rows], log_probs[rows], rest[rows] = top.ids, top.log_probs.clamp(min=NEVER).half(), top.rest
+        return {"features": features, "teacher_ids": ids, "teacher_log_probs": log_probs, "teacher_rest":
+        rest}
+
+
+class Parts:
+    """Collects outcomes until a part is whole; hands over its arrays, then the event that names them."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._handover = Path(spec.handover)
+        self._order: dict[int, list[str]] = {}
+        for job in spec.jobs:
+            self._order.setdefault(job.part, []).append(job.id)
+        self._outcomes: dict[int, dict[str, Sample | Refused]] = {part: {} for part in self._order}
+        self._arrays: dict[int, dict[str, dict[str, Tensor]]] = {part: {} for part in self._order}
+
+    def add(self, part: int, outcome: Sample | Refused, arrays: dict[str, Tensor] | None) -> None:
+        self._outcomes[part][outcome.id] = outcome
+        if arrays is not None:
+            self._arrays[part][outcome.id] = arrays
+        if len(self._outcomes[part]) == len(self._order[part]):
+            self._hand_over(part)
+
+    def _hand_over(self, part: int) -> None:
+        outcomes = self._outcomes.pop(part)
+        arrays = self._arrays.pop(part)
+        ordered = [outcomes[name] for name in self._order[part]]
+        samples = [outcome for outcome in ordered if isinstance(outcome, Sample)]
+        file = None
+        if arrays:
+            file = self._handover / f"{part:05d}.safetensors"
+            named = {
+                f"{i}.{name}": _bits(array)
+                for i, sample in enumerate(samples)
+                for name, array in arrays[sample.id].items()
+            }
+            save_file(named, file)
+        refused = [asdict(outcome) for outcome in ordered if isinstance(outcome, Refused)]
+        event = {"part": part, "samples": [asdict(sample) for sample in samples], "refused": refused}
+        emit({"kind": "part", **event, "arrays": str(file) if file else None})
+
+
+def run(spec: WorkerSpec, engine: Engine) -> None:
+    """Feed every job to the engine, a full batch at all times, and hand parts over as they become whole."""
+    template = Template.load(spec.target)  # type: ignore[arg-type]  # the fields it reads are the same
+    packer = Packer(spec.capture, Path(spec.target.path)) if spec.capture else None
+    parts = Parts(spec)
+    waiting = deque(spec.jobs)
+    dialogues: dict[str, Dialogue] = {}
+    latest: dict[str, Finished] = {}
+    jobs = {job.id: job for job in spec.jobs}
+    counter = Progress()
+
+    def advance(name: str) -> None:
+        """Ask the next turn, or close the dialogue. The last turn's states cover every turn; others go."""
+        request = dialogues[name].next_request()
+        if request is not None:
+            engine.add(request)
+            return
+        outcome = dialogues.pop(name).outcome()
+        finished = latest.pop(name, None)
+        keep = packer and finished and isinstance(outcome, Sample)
+        parts.add(jobs[name].part, outcome, packer.pack(outcome, finished.states) if keep else None)
+
+    reading: set[str] = set()
+    while waiting or dialogues or reading:
+        while waiting and len(dialogues) + len(reading) < engine.capacity:
+            job = waiting.popleft()
+            if job.token_ids:
+                reading.add(job.id)
+                engine.add(Request(job.id, job.token_ids))
+            else:
+                dialogues[job.id] = Dialogue(job, template, spec.max_tokens)
+                advance(job.id)
+        for finished in engine.step():
+            counter.add(finished)
+            if finished.id in reading:
+                reading.remove(finished.id)
+                sample = given_sample(jobs[finished.id])
+                arrays = packer.pack(sample, finished.states) if packer else None
+                parts.add(jobs[finished.id].part, sample, arrays)
+                continue
+            latest[finished.id] = finished
+            dialogues[finished.id].take(finished)
+            advance(finished.id)
+    counter.report()
+
+
+class Progress:
+    """New tokens and requests, reported now and then."""
+
+    def __init__(self, every: float = 10.0) -> None:
+        self._every = every
+        self._start = self._said = time.monotonic()
+        self.tokens = self.requests = 0
+
+    def add(self, finished: Finished) -> None:
+        self.tokens += len(finished.token_ids)
+        self.requests += 1
+        if time.monotonic() - self._said > self._every:
+            self.report()
+
+    def report(self) -> None:
+        self._said = time.monotonic()
+        seconds = self._said - self._start
+        emit({"kind": "progress", "tokens": self.tokens, "requests": self.requests, "seconds":
+        round(seconds, 3)})
+
+
+def start_engine(spec: WorkerSpec) -> Engine:
+    """The engine that the spec names. A capture asks for one layer more: the state before the final norm."""
+    capture = spec.capture and CaptureOptions(
+        (*spec.capture.layer_ids, _num_layers(Path(spec.target.path))),
+        spec.capture.dtype,
+        spec.capture.teacher,
+        spec.capture.teacher_k,
+    )
+    if spec.options.engine == "huggingface":
+        from tasks.engines.huggingface import HuggingFaceEngine
+
+        return HuggingFaceEngine(spec.target, spec.options, capture)
+    from tasks.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(spec.target, spec.options, capture, Path(spec.handover))
+
+
+def read_spec(path: str) -> WorkerSpec:
+    return WorkerSpec.from_dict(json.loads(Path(path).read_text()))
+
+
+def _num_layers(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    return int(config.get("text_config", config)["num_hidden_layers"])
+
+
+def _bits(array: Tensor) -> Tensor:
+    """numpy knows no bfloat16: its bits travel as uint16."""
+    return (array.view(torch.uint16) if array.dtype == torch.bfloat16 else array).contiguous()
+
+
+def _main(path: str) -> None:
+    began = time.monotonic()
+    spec = read_spec(path)
+    engine = start_engine(spec)
+    emit({"kind": "started", "seconds": round(time.monotonic() - began, 3)})
+    run(spec, engine)
+    # Engines keep threads and distributed groups that make a clean exit slow; all that matters is on disk.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
