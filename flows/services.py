@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from tasks.tracking import PAGE as MLFLOW_URL
+
 RUN = Path(".run")
-MLFLOW_URL = "http://127.0.0.1:5000"
 START_SECONDS = 120
 STOP_SECONDS = 15
 
