@@ -183,10 +183,12 @@ class MetricsTail:
     def finish(self, path: Path) -> None:
         """Send what is left, from the file under its final name."""
         self._path = path
+        self._mlflow.try_again()
         self._send()
 
     def _follow(self) -> None:
         while not self._over.wait(TAIL_SECONDS):
+            self._mlflow.try_again()  # a server that was restarted is found again in the middle of a training
             self._send()
 
     def _send(self) -> None:

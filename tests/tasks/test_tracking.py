@@ -1,0 +1,224 @@
+"""What a build leaves in MLflow, and that MLflow can neither stop nor hold up a build."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+import tasks.build_tracker
+from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
+from tasks.build_tracker import ARTIFACT_TAG, BuildTracker
+from tasks.evaluation import SUMMARY
+from tasks.recipe import Recipe
+from tasks.tracked_figures import Figure, flat, numbers, redacted
+from tests.flows.fake_stages import TARGET, FakeStage, fake_recipe, write_metrics
+from tests.tasks.report_samples import make_evaluation
+
+DEAD = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One database for all: making it takes longer than the tests. Each test has an experiment of its own."""
+    return tmp_path_factory.mktemp("mlflow")
+
+
+@pytest.fixture
+def recipe(database: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Recipe:
+    return fake_recipe(
+        tmp_path,
+        **{
+            "tracking.enabled": True,
+            "tracking.uri": f"sqlite:///{database}/mlflow.db",
+            "tracking.experiment": request.node.name,
+        },
+    )
+
+
+def follow(recipe: Recipe, *stages: FakeStage) -> tuple[list[ArtifactRef], str | None]:
+    """A build of the stages, each reading the one before, as a flow does it; its artifacts and its page."""
+    store, made = ArtifactStore(recipe.store.uri), []
+    with BuildTracker(recipe, TARGET, flow="build-draft", name="a build", page="http://page") as tracker:
+        for stage in stages:
+            plan = stage.plan(recipe, TARGET, *made[-1:])
+            tracker.planned(plan)
+            found = plan.find(store)
+            made.append(found or stage.task().make(recipe, TARGET, store, plan, *made[-1:], tracker=tracker))
+        acceptance = next((ref for ref in made if ref.kind == "acceptance"), None)
+        page = tracker.finish(made[-1], acceptance=acceptance)
+    return made, page
+
+
+def runs(recipe: Recipe) -> dict[str, Run]:
+    """Every run of the recipe's experiment, by name."""
+    client = MlflowClient(recipe.tracking.uri)
+    experiment = client.get_experiment_by_name(recipe.tracking.experiment)
+    found = client.search_runs([experiment.experiment_id])
+    named = {run.info.run_name: run for run in found}
+    assert len(named) == len(found)
+    return named
+
+
+def history(recipe: Recipe, run: Run, metric: str) -> dict[int, float]:
+    client = MlflowClient(recipe.tracking.uri)
+    return {point.step: point.value for point in client.get_metric_history(run.info.run_id, metric)}
+
+
+def test_a_build_is_a_run_with_a_child_for_every_stage_that_worked(recipe: Recipe):
+    (conversations, responses), page = follow(
+        recipe, FakeStage("ask", "conversations"), FakeStage("answer", "responses")
+    )
+    found = runs(recipe)
+    build, answer = found["a build"], found["answer smollm2-135m"]
+    assert answer.data.tags["mlflow.parentRunId"] == build.info.run_id
+    assert {run.info.status for run in found.values()} == {"FINISHED"}
+    assert build.data.params["training.lr"] == json.dumps(recipe.training.lr)
+    assert build.data.tags["draftline.responses"] == responses.fingerprint
+    assert answer.data.tags["draftline.input.conversations"] == conversations.fingerprint
+    assert answer.data.tags[ARTIFACT_TAG] == f"responses/{responses.fingerprint}"
+    assert answer.data.metrics["samples"] == 7
+    assert page.endswith(f"/runs/{build.info.run_id}")
+
+
+def test_a_build_that_finds_everything_points_at_the_run_that_made_it(recipe: Recipe):
+    stages = FakeStage("ask", "conversations"), FakeStage("answer", "responses")
+    _, first = follow(recipe, *stages)
+    _, second = follow(recipe, *stages)
+    assert second == first
+    assert len(runs(recipe)) == 3
+
+
+def test_acceptance_is_logged_by_draft_position(recipe: Recipe):
+    follow(recipe, FakeStage("evaluate", "acceptance"))
+    build = runs(recipe)["a build"]
+    walk = make_evaluation().at(0.0).walk
+    assert history(recipe, build, "survival_walk_t0") == pytest.approx(
+        {position: rate.value for position, rate in enumerate(walk.survival, start=1)}
+    )
+    assert build.data.metrics["tau_walk_t0"] == pytest.approx(walk.tau_micro.value)
+    assert "tau_walk_t1" in build.data.metrics
+
+
+def test_training_shows_while_it_runs_and_is_whole_at_its_end(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tasks.build_tracker, "TAIL_SECONDS", 0.05)
+    seen: dict[int, float] = {}
+
+    def work(writer: ArtifactWriter) -> None:
+        write_metrics(writer, 2)
+        with writer.path("training/metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "lo')  # torn: the trainer is in the middle of a line
+        deadline = time.monotonic() + 20
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.1)
+            seen.update(history(recipe, runs(recipe)["train smollm2-135m"], "loss"))
+        write_metrics(writer, 4)
+
+    train = FakeStage("train", "draft")
+    train.work = work
+    follow(recipe, train)
+    assert seen == {1: 1.0, 2: 0.5}
+    run = runs(recipe)["train smollm2-135m"]
+    assert history(recipe, run, "loss") == {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25}
+    assert history(recipe, run, "accuracy.2") == dict.fromkeys([1, 2, 3, 4], 0.4)
+
+
+def test_a_stage_that_fails_leaves_failed_runs(recipe: Recipe):
+    def work(writer: ArtifactWriter) -> None:
+        raise OSError("no space")
+
+    broken = FakeStage("train", "draft")
+    broken.work = work
+    with pytest.raises(OSError, match="no space"):
+        follow(recipe, broken)
+    assert {run.info.status for run in runs(recipe).values()} == {"FAILED"}
+
+
+def test_a_dead_server_is_said_once_and_a_later_build_logs_what_was_missed(
+    recipe: Recipe, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    stages = FakeStage("ask", "conversations"), FakeStage("train", "draft"), FakeStage("evaluate", "acceptance")
+    away = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"uri": DEAD})})
+    with caplog.at_level(logging.WARNING):
+        made, page = follow(away, *stages)
+    assert page is None
+    assert len(made) == 3
+    assert len([record for record in caplog.records if "is away" in record.message]) == 1
+
+    _, page = follow(recipe, *stages)
+    assert page is not None
+    assert [stage.calls for stage in stages] == [1, 1, 1]
+    found = runs(recipe)
+    assert set(found) == {"a build", "ask smollm2-135m", "train smollm2-135m", "evaluate smollm2-135m"}
+    assert history(recipe, found["train smollm2-135m"], "loss") == {1: 1.0, 2: 0.5, 3: 1 / 3}
+    assert "tau_walk_t0" in found["a build"].data.metrics
+
+
+def test_the_alias_best_moves_only_where_tau_rose(recipe: Recipe):
+    client = MlflowClient(recipe.tracking.uri)
+    best = []
+    for lr, hit in ((1e-4, 0.4), (2e-4, 0.6), (3e-4, 0.5)):
+        changed = recipe.model_copy(update={"training": recipe.training.model_copy(update={"lr": lr})})
+        evaluate = FakeStage("evaluate", "acceptance")
+        text = json.dumps(make_evaluation(hit).to_dict())
+        evaluate.work = lambda writer, text=text: writer.write_text(SUMMARY, text)
+        follow(changed, evaluate, FakeStage("publish", "published"))
+        best.append(client.get_model_version_by_alias("smollm2-135m-eagle3", "best").version)
+    assert [int(version) for version in best] == [1, 2, 2]
+    assert len(client.search_model_versions("name = 'smollm2-135m-eagle3'")) == 3
+
+
+def test_the_report_is_an_artifact_of_the_build(recipe: Recipe):
+    follow(recipe, FakeStage("evaluate", "acceptance"), FakeStage("publish", "published"))
+    client = MlflowClient(recipe.tracking.uri)
+    listed = client.list_artifacts(runs(recipe)["a build"].info.run_id)
+    assert "report.html" in [entry.path for entry in listed]
+
+
+def test_tracking_that_is_off_makes_no_database(tmp_path: Path):
+    recipe = fake_recipe(tmp_path)
+    _, page = follow(recipe, FakeStage("ask", "conversations"))
+    assert page is None
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://me:pw@db/mlflow", "postgresql://***@db/mlflow"),
+        ("http://host/v1?api_key=abc&x=1", "http://host/v1?api_key=***&x=1"),
+        ('["https://u:p@a/v1", "https://b/v1"]', '["https://***@a/v1", "https://b/v1"]'),
+        ("token hf_abcdefghijklmnopqrstuv here", "token *** here"),
+        ("s3://bucket/store", "s3://bucket/store"),
+        ("tokens_per_batch=512", "tokens_per_batch=512"),
+    ],
+)
+def test_secrets_are_taken_out(text: str, shown: str):
+    assert redacted(text) == shown
+
+
+def test_no_secret_of_a_recipe_reaches_mlflow(recipe: Recipe):
+    data = recipe.data.model_copy(
+        update={"sources": [recipe.data.sources[0].model_copy(update={"uri": "https://me:geheim@host/x"})]}
+    )
+    follow(recipe.model_copy(update={"data": data}), FakeStage("ask", "conversations"))
+    build = runs(recipe)["a build"]
+    assert "geheim" not in json.dumps(build.data.params)
+    assert "https://***@host/x" in build.data.params["data.sources"]
+
+
+def test_numbers_of_a_record_with_a_step_are_series_and_others_count_from_one():
+    with_step = list(numbers({"step": 5, "loss": 0.5, "accuracy": [0.9, None], "note": "x", "ok": True}))
+    assert with_step == [Figure("loss", 0.5, 5), Figure("accuracy.1", 0.9, 5)]
+    assert list(numbers({"survival": [0.6, 0.3]})) == [Figure("survival", 0.6, 1), Figure("survival", 0.3, 2)]
+    assert list(numbers({"at": {"0": {"tau": 1.4}}, "bad": float("nan")})) == [Figure("at.0.tau", 1.4)]
+
+
+def test_nested_values_are_dotted_names():
+    assert flat({"a": {"b": 1, "c": "x"}, "d": [1, 2]}) == {"a.b": "1", "a.c": "x", "d": "[1, 2]"}
