@@ -7,7 +7,6 @@ In: a `FeatureReader` (numpy, raw bytes). Out: `Document`s of torch tensors that
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,9 +20,6 @@ from storage.features import FeatureReader, FeatureSample
 VALIDATION_SHARE = 0.03
 VALIDATION_MOST = 24
 VALIDATION_FROM = 16  # conversations; fewer are all needed for training
-
-# Stored rows are mapped read-only and shared with torch without a copy; nothing here writes into them.
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 @dataclass(frozen=True)
@@ -80,10 +76,13 @@ def to_document(sample: FeatureSample) -> Document:
 
 
 def as_tensor(raw: np.ndarray) -> Tensor:
-    """A stored array as a tensor of the same bytes; uint16 holds bfloat16 bits, which numpy has no type for."""
+    """A stored array as a tensor over the same memory; uint16 holds bfloat16 bits, for which numpy has no type.
+
+    Stored rows are mapped read-only: nothing may write into the tensor. (DLPack takes such arrays without complaint.)
+    """
     if raw.dtype == np.uint16:
-        return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(raw)
+        return torch.from_dlpack(raw.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(raw)
 
 
 def _teacher(sample: FeatureSample) -> Teacher:
@@ -94,33 +93,31 @@ def _teacher(sample: FeatureSample) -> Teacher:
     return TopKTeacher(
         torch.from_numpy(sample.teacher_ids.astype(np.int64)),
         torch.from_numpy(sample.teacher_log_probs.astype(np.float32)),
-        torch.from_numpy(sample.teacher_rest),
+        as_tensor(sample.teacher_rest),
     )
 
 
 def split_train(reader: FeatureReader) -> Split:
-    """Train and validation rows, the same for the same data whatever order its parts were written in.
+    """Train and validation rows by id: the same for the same data, whatever order its parts were written in.
 
     Rows without a supervised token teach nothing and are left out. Raises ValueError where nothing is left.
     """
-    index = reader.index
-    rows = [
-        (row, conversation)
-        for row, (split, conversation, supervised) in enumerate(
-            zip(*(index[name].to_pylist() for name in ("split", "conversation_id", "n_supervised")), strict=True)
-        )
+    columns = (reader.index[name].to_pylist() for name in ("id", "split", "conversation_id", "n_supervised"))
+    rows = sorted(
+        (name, row, conversation)
+        for row, (name, split, conversation, supervised) in enumerate(zip(*columns, strict=True))
         if split == "train" and supervised
-    ]
+    )
     if not rows:
         raise ValueError("the features hold no supervised row in the train split: nothing to train on")
-    conversations = sorted({conversation for _, conversation in rows}, key=_shuffled)
+    conversations = sorted({conversation for _, _, conversation in rows}, key=_shuffled)
     count = 0
     if len(conversations) >= VALIDATION_FROM:
         count = min(VALIDATION_MOST, max(1, round(VALIDATION_SHARE * len(conversations))))
     kept_back = set(conversations[:count])
     return Split(
-        train=tuple(row for row, conversation in rows if conversation not in kept_back),
-        validation=tuple(row for row, conversation in rows if conversation in kept_back),
+        train=tuple(row for _, row, conversation in rows if conversation not in kept_back),
+        validation=tuple(row for _, row, conversation in rows if conversation in kept_back),
     )
 
 
@@ -144,8 +141,9 @@ def heldout_documents(reader: FeatureReader, temperature: float) -> list[Heldout
         for row, (name, split, value, supervised) in enumerate(zip(*columns, strict=True))
         if split == "heldout" and supervised and value == temperature
     )
-    documents = []
-    for _, row in rows:
-        sample = reader.read(row)
-        documents.append(HeldoutDocument(to_document(sample), sample.conversation_id, sample.category, sample.temperature))
-    return documents
+    samples = (reader.read(row) for _, row in rows)
+    return [
+        # Sets without categories of their own are told apart by their source.
+        HeldoutDocument(to_document(sample), sample.conversation_id, sample.category or sample.source, temperature)
+        for sample in samples
+    ]

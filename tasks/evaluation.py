@@ -67,7 +67,7 @@ class Evaluation:
         return next((figures for figures in self.figures if math.isclose(figures.temperature, temperature)), None)
 
     def to_dict(self) -> dict[str, Any]:
-        return _without_nan(asdict(self))
+        return without_nan(asdict(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
@@ -132,10 +132,10 @@ def _figures(values: Mapping[str, Any]) -> TemperatureFigures:
     )
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON has no nan: null stands for "nothing was counted"."""
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -6,41 +6,21 @@ In: a store and the references of a draft, its acceptance and (where there is on
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from storage.artifacts import ArtifactRef, ArtifactStore
 from storage.manifest import Manifest
 from tasks.evaluation import EXAMPLES, Evaluation, suspicion
-from tasks.report.serving import ServingCheck
-from tasks.report.training import TrainingCurve
-
-
-@dataclass(frozen=True)
-class ExampleRound:
-    """Text that one walked round committed: the draft's accepted tokens, then the one token of the target itself."""
-
-    accepted: str
-    own: str
-
-
-@dataclass(frozen=True)
-class Example:
-    """A held-out answer, round by round. tau: committed tokens over rounds of this answer."""
-
-    prompt: str
-    category: str
-    temperature: float
-    tau: float
-    rounds: tuple[ExampleRound, ...]
+from tasks.report.example import Example, read_examples
+from tasks.report.serving import ServingCheck, read_serving
+from tasks.report.training import METRICS, TrainingCurve, read_training
 
 
 @dataclass(frozen=True)
 class LineageRow:
-    """One artifact that the draft descends from."""
+    """One artifact that the draft descends from. created: UTC, ISO 8601. seconds: None where it was not noted."""
 
     kind: str
     fingerprint: str
@@ -52,8 +32,20 @@ class LineageRow:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """What the draft was trained on."""
+
+    documents: int
+    supervised_tokens: int
+
+
+@dataclass(frozen=True)
 class DraftReport:
-    """Everything on the page. `warning`: why the figures cannot be trusted, None where nothing speaks against them."""
+    """Everything on the page.
+
+    parameters: trained ones. vocabulary: the vocabulary artifact's summary. recipe: each stage's parameters by kind.
+    lineage: oldest first. warning: why the figures cannot be trusted, None where nothing speaks against them.
+    """
 
     name: str
     target: str
@@ -61,6 +53,7 @@ class DraftReport:
     parameters: int
     evaluation: Evaluation
     training: TrainingCurve
+    trained: Trained
     serving: tuple[ServingCheck, ...]
     vocabulary: dict[str, Any]
     recipe: dict[str, Any]
@@ -72,3 +65,77 @@ class DraftReport:
     def seconds(self) -> float:
         """What all stages took together, cached ones as when they were made."""
         return sum(row.seconds or 0.0 for row in self.lineage)
+
+
+def gather(
+    store: ArtifactStore, draft: ArtifactRef, acceptance: ArtifactRef, serving: ArtifactRef | None = None
+) -> DraftReport:
+    """Read the artifacts. Raises StorageError where the draft or its acceptance is gone."""
+    manifest = store.manifest(draft)
+    family = list(_family(store, [acceptance, *([serving] if serving else [])]))
+    evaluation = Evaluation.read(store.local(acceptance))
+    checks = read_serving(store.local(serving)) if serving else ()
+    vocabulary = next(each for each in family if each.kind == "vocabulary")
+    summary = manifest.summary
+    return DraftReport(
+        name=summary["recipe"],
+        target=evaluation.target,
+        draft=draft,
+        parameters=summary["parameters"],
+        evaluation=evaluation,
+        training=read_training(store.local(draft) / METRICS),
+        trained=Trained(summary["documents"], summary["supervised_tokens"]),
+        serving=checks,
+        vocabulary=dict(vocabulary.summary),
+        recipe={each.kind: dict(each.parameters) for each in family},
+        examples=read_examples(store.local(acceptance) / EXAMPLES),
+        lineage=tuple(_lineage_row(each) for each in family),
+        warning=suspicion(evaluation) or serving_suspicion(checks),
+    )
+
+
+def serving_suspicion(checks: Sequence[ServingCheck]) -> str | None:
+    """What the server did that the evaluation did not promise; None where it kept the promise."""
+    for check in checks:
+        if check.identical is not None and check.identical < check.prompts:
+            return (
+                f"{check.prompts - check.identical} of {check.prompts} greedy answers differ with {check.method} "
+                "speculation: the server's output is not the target's"
+            )
+        outside = [str(row.position) for row in check.agreement if not row.explained]
+        if outside:
+            return (
+                f"at temperature {check.temperature:g} the server's counters at position {', '.join(outside)} lie "
+                "outside what was promised"
+            )
+    return None
+
+
+def _family(store: ArtifactStore, refs: Sequence[ArtifactRef]) -> Iterator[Manifest]:
+    """Manifests of `refs` and of everything they descend from, inputs before what was made of them, each once."""
+    seen: set[str] = set()
+
+    def visit(ref: ArtifactRef) -> Iterator[Manifest]:
+        # An input that was deleted to save room ends its branch; what was made of it is still there.
+        if ref.fingerprint in seen or store.find(ref.kind, ref.fingerprint) is None:
+            return
+        seen.add(ref.fingerprint)
+        manifest = store.manifest(ref)
+        for parent in manifest.inputs:
+            yield from visit(parent)
+        yield manifest
+
+    for ref in refs:
+        yield from visit(ref)
+
+
+def _lineage_row(manifest: Manifest) -> LineageRow:
+    return LineageRow(
+        kind=manifest.kind,
+        fingerprint=manifest.fingerprint,
+        stage=manifest.stage,
+        created=manifest.created,
+        bytes=manifest.bytes,
+        rows=manifest.rows,
+        seconds=manifest.summary.get("seconds"),
+    )

@@ -5,8 +5,11 @@ In: the trainer's `metrics.jsonl`. Out: a `TrainingCurve`.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
+METRICS = "training/metrics.jsonl"  # inside a draft artifact
 MOST_POINTS = 300
 
 
@@ -25,6 +28,14 @@ class TrainingCurve:
     steps: int
     loss: tuple[StepPoint, ...]
     validation: tuple[StepPoint, ...]
+
+
+def read_training(path: Path) -> TrainingCurve:
+    """From the trainer's metrics, one JSON object a line."""
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    loss = [StepPoint(event["step"], event["loss"]) for event in events if event["kind"] == "step"]
+    validation = [StepPoint(event["step"], event["tau"]) for event in events if event["kind"] == "evaluation"]
+    return TrainingCurve(loss[-1].step if loss else 0, thin(loss), tuple(validation))
 
 
 def thin(points: list[StepPoint], most: int = MOST_POINTS) -> tuple[StepPoint, ...]:

@@ -10,7 +10,8 @@ from eagle3core.acceptance import Response, Rounds, ServerCounters, compare, fro
 from eagle3core.groups import by_category, by_context, by_output
 from storage.artifacts import ArtifactRef
 from tasks.evaluation import Coverage, Evaluation, TemperatureFigures
-from tasks.report.data import DraftReport, Example, ExampleRound, LineageRow
+from tasks.report.data import DraftReport, LineageRow, Trained
+from tasks.report.example import Example, ExampleRound
 from tasks.report.serving import ServingCheck
 from tasks.report.training import StepPoint, TrainingCurve
 
@@ -80,8 +81,9 @@ def make_report(name: str = "smollm2-135m", hit: float = 0.5, **changes: object)
             tuple(StepPoint(i, 6 * 0.99**i + 2) for i in range(0, 400, 4)),
             tuple(StepPoint(i, 1.5 - 0.5 * 0.99**i) for i in range(50, 401, 50)),
         ),
+        trained=Trained(412, 31_000),
         serving=make_serving(evaluation),
-        vocabulary={"size": 8192, "target_size": 49152, "filled": 12, "coverage_train": 0.999},
+        vocabulary={"size": 8192, "target_size": 49152, "filled": 12, "coverage_train": 0.999, "coverage_heldout": 0.993},
         recipe={"training": {"lr": 5e-4, "ttt_steps": 5}},
         examples=(Example("How do I sort a list?", "coding", 0.0, 2.2, rounds),),
         lineage=tuple(

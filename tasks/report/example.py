@@ -1,0 +1,78 @@
+"""A held-out answer cut into the rounds in which a server would have committed it.
+
+In: token ids and walked rounds. Out: `Example`s for the page, stored as JSON beside the figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MOST_PROMPT = 400  # characters of the prompt's end that are shown
+MOST_ROUNDS = 60
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class ExampleRound:
+    """Text that one round committed: the draft's accepted tokens, then the one token of the target itself."""
+
+    accepted: str
+    own: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """A held-out answer, round by round. tau: committed tokens over rounds of this answer."""
+
+    prompt: str
+    category: str
+    temperature: float
+    tau: float
+    rounds: tuple[ExampleRound, ...]
+
+
+def make_example(
+    token_ids: Sequence[int],
+    start: int,
+    accepted: Sequence[int],
+    decode: Decode,
+    *,
+    category: str,
+    temperature: float,
+) -> Example:
+    """The answer that begins at token `start`, whose first token comes from prefill.
+
+    `accepted`: how many draft tokens each round kept, in order, at least one round; each adds one token of the
+    target's own, except the last where the text ends with its draft.
+    """
+    pieces = [ExampleRound("", decode(token_ids[start : start + 1]))]
+    at = start + 1
+    for count in accepted:
+        # Text of a prefix minus text of a shorter one: a character may be spread over tokens.
+        texts = [decode(token_ids[start:end]) for end in (at, at + count, at + count + 1)]
+        pieces.append(ExampleRound(_added(texts[0], texts[1]), _added(texts[1], texts[2])))
+        at += count + 1
+    committed = min(at, len(token_ids)) - start - 1
+    tau = committed / len(accepted)
+    prompt = decode(token_ids[:start])[-MOST_PROMPT:].strip()
+    return Example(prompt, category, temperature, tau, tuple(pieces[:MOST_ROUNDS]))
+
+
+def _added(before: str, after: str) -> str:
+    """What a longer text adds; a half character at the end of the shorter one (U+FFFD) belongs to the longer."""
+    return after[len(before.rstrip("\ufffd")) :].rstrip("\ufffd") if after.startswith(before.rstrip("\ufffd")) else after
+
+
+def examples_json(examples: Sequence[Example]) -> str:
+    return json.dumps([asdict(example) for example in examples], ensure_ascii=False, indent=1)
+
+
+def read_examples(path: Path) -> tuple[Example, ...]:
+    return tuple(
+        Example(**{**item, "rounds": tuple(ExampleRound(**each) for each in item["rounds"])})
+        for item in json.loads(path.read_text())
+    )

@@ -1,0 +1,160 @@
+"""Training in a process of its own, or in one for each GPU: the stored features become `eagle3core`'s trainer's input.
+
+In: `spec.json` (a `TrainingSpec`). Out: in the spec's folder best/, checkpoint/ and metrics.jsonl, and events for the
+parent. Started by `tasks.train_draft`; a run that finds a checkpoint in its folder goes on from it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from eagle3core.batch import Document
+from eagle3core.config import DraftConfig
+from eagle3core.draft import Eagle3Draft
+from eagle3core.teacher import TargetHead
+from eagle3core.trainer import Trainer, TrainingEvent
+from eagle3core.training_config import TrainingConfig
+from storage.features import FeatureReader
+from tasks.build_vocabulary import read_vocabulary
+from tasks.documents import FeatureDocuments, split_train
+from tasks.prepare_target import TargetInfo
+from tasks.processes import emit
+from tasks.target_weights import TargetWeights, read_target_weights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """What the worker is told; JSON-able. draft, training: the recipe's sections. chain_length: what the best checkpoint
+    is chosen by."""
+
+    target: dict[str, Any]
+    features: str
+    vocabulary: str
+    folder: str
+    draft: dict[str, Any]
+    training: dict[str, Any]
+    chain_length: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def main(path: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    gpus = torch.cuda.device_count()
+    if gpus > 1 and "RANK" not in os.environ:
+        # The same process becomes torchrun, so that the parent's hold on it (session, death signal) stays.
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m", "tasks.train_worker"]
+        os.execv(sys.executable, [sys.executable, *launcher, path])
+    spec = TrainingSpec(**json.loads(Path(path).read_text()))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if gpus else "gloo")
+    if gpus:
+        torch.cuda.set_device(device)
+    train(spec, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(spec: TrainingSpec, device: torch.device) -> None:
+    """Train to the end. Raises CheckpointError where the folder holds another run's checkpoint, ValueError for data
+    that cannot be trained on."""
+    config = TrainingConfig.from_mapping(spec.training)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.manual_seed(config.seed)
+    target = TargetInfo.from_dict(spec.target)
+    reader = FeatureReader(Path(spec.features))
+    split = split_train(reader)
+    documents = FeatureDocuments(reader, split.train)
+    validation = FeatureDocuments(reader, split.validation)
+    weights = read_target_weights(Path(target.path))
+    draft = build_draft(spec, target, reader, weights)
+    trainer = Trainer(
+        draft,
+        config,
+        documents,
+        [document for document in validation if _has_round(document)],
+        Path(spec.folder),
+        target_head=_target_head(draft, target, reader, weights),
+        on_event=_report,
+        draft_length=spec.chain_length,
+        device=device,
+    )
+    if trainer.ranks.first:
+        log.info("%d documents, %d more to choose the checkpoint by", len(documents), len(validation))
+    result = trainer.run()
+    if trainer.ranks.first:
+        emit(
+            {
+                "kind": "result",
+                "steps": result.steps,
+                "best_step": result.best_step,
+                "best_tau": result.best_tau,
+                "best": str(result.best),
+                "parameters": sum(p.numel() for p in draft.parameters() if p.requires_grad),
+                "documents": len(documents),
+                "validation_documents": len(validation),
+                "supervised_tokens": sum(documents.supervised_counts),
+            }
+        )
+
+
+def build_draft(spec: TrainingSpec, target: TargetInfo, reader: FeatureReader, weights: TargetWeights) -> Eagle3Draft:
+    """The draft as it starts: of the target's shape, over the vocabulary, from the target's rows where that is wanted.
+
+    Raises ValueError where features or vocabulary belong to another target.
+    """
+    vocabulary = torch.from_numpy(read_vocabulary(Path(spec.vocabulary)))
+    if reader.spec.target_fingerprint != target.fingerprint:
+        raise ValueError(
+            f"the features are of target {reader.spec.target_fingerprint}, this one is {target.fingerprint}: extract again"
+        )
+    config = DraftConfig.from_target(
+        target.config.get("text_config", target.config),
+        len(vocabulary),
+        tuple(reader.spec.layer_ids),
+        fc_norm=spec.draft["fc_norm"],
+        norm_output=spec.draft["norm_output"],
+    )
+    draft = Eagle3Draft(config)
+    draft.set_vocabulary(vocabulary)
+    if spec.draft["start_from_target"]:
+        draft.start_from_target(weights.embedding, weights.head, weights.norm)
+    else:
+        with torch.no_grad():
+            draft.embed_tokens.weight.copy_(weights.embedding)
+    return draft
+
+
+def _target_head(
+    draft: Eagle3Draft, target: TargetInfo, reader: FeatureReader, weights: TargetWeights
+) -> TargetHead | None:
+    """Only documents that store hidden states need the target's head to make their distributions."""
+    if reader.spec.teacher != "hidden":
+        return None
+    return TargetHead.build(weights.head, weights.norm, draft.config.rms_norm_eps, draft.target_ids)
+
+
+def _has_round(document: Document) -> bool:
+    return bool((document.supervised[1:-1] & document.supervised[2:]).any())
+
+
+def _report(event: TrainingEvent) -> None:
+    emit({"kind": event.kind, "step": event.step, "total_steps": event.total_steps, **event.metrics})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
