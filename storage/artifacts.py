@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from storage.errors import StorageError, disk_errors
-from storage.folder import PartFolder, sync_folder, why_damaged
+from storage.folder import FileRecord, PartFolder, sync_folder, why_damaged
 from storage.locking import file_lock
 from storage.manifest import MANIFEST, ArtifactRef, Manifest, read_manifest
 from storage.remote import Remote, is_remote
@@ -128,6 +128,19 @@ class ArtifactStore:
                 self._fetch(ref, manifest, folder)
         return folder
 
+    def file(self, ref: ArtifactRef, name: str) -> Path:
+        """One file of the artifact on this machine; from an object store that file alone is fetched, once."""
+        folder = self._folder(ref)
+        if self.remote is None or (folder / MANIFEST).is_file():
+            return folder / name
+        record = self.manifest(ref).files[name]
+        single = self.root / ref.kind / ".files" / ref.fingerprint
+        if why_damaged(single / name, record):
+            with disk_errors(single):
+                self.remote.fetch(f"{ref.kind}/{ref.fingerprint}", [name], single)
+            self._refuse_damage(ref, single, {name: record})
+        return single / name
+
     def list(self, kind: str | None = None) -> list[ArtifactRef]:
         """Every whole artifact, of one kind or of all, in a stable order."""
         if self.remote:
@@ -172,14 +185,17 @@ class ArtifactStore:
         shutil.rmtree(fetched, ignore_errors=True)
         with disk_errors(fetched):
             self.remote.fetch(f"{ref.kind}/{ref.fingerprint}", [*manifest.files, MANIFEST], fetched)
-        for name, record in manifest.files.items():
-            if reason := why_damaged(fetched / name, record):
-                shutil.rmtree(fetched)
-                raise StorageError(
-                    f"{ref.uri}/{name} arrived damaged: {reason}; fetch it again, or delete the artifact"
-                )
+        self._refuse_damage(ref, fetched, manifest.files)
         discard(folder)
         os.rename(fetched, folder)
+
+    def _refuse_damage(self, ref: ArtifactRef, folder: Path, files: Mapping[str, FileRecord]) -> None:
+        for name, record in files.items():
+            if reason := why_damaged(folder / name, record):
+                shutil.rmtree(folder)
+                raise StorageError(
+                    f"{ref.uri}/{name} arrived damaged ({reason}): try again, or delete the artifact"
+                )
 
     def _folder(self, ref: ArtifactRef) -> Path:
         return self.root / ref.kind / ref.fingerprint

@@ -12,15 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from storage.errors import StorageError
+
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def file_lock(path: Path, what: str) -> Iterator[None]:
-    """Hold `path` exclusively; waits for another holder, saying once what it waits for. The file is gone
-    afterwards.
+def file_lock(path: Path, what: str, wait: bool = True) -> Iterator[None]:
+    """Hold `path` exclusively; the file is gone afterwards.
+
+    Waits for another holder, saying once what it waits for; StorageError instead where `wait` is off.
     """
-    descriptor = _acquire(path, what)
+    descriptor = _acquire(path, what, wait)
     try:
         yield
     finally:
@@ -30,7 +33,7 @@ def file_lock(path: Path, what: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _acquire(path: Path, what: str) -> int:
+def _acquire(path: Path, what: str, wait: bool) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -38,6 +41,8 @@ def _acquire(path: Path, what: str) -> int:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                if not wait:
+                    raise StorageError(f"{what} is being made by another process") from None
                 logger.info("waiting for another process that is making %s", what)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if _is_still(path, descriptor):
