@@ -7,10 +7,10 @@ curves.svg and curves.png. The work is `tasks.evaluate_worker`'s, in a process o
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
-from tasks.evaluate_worker import EvaluationSpec
 from tasks.evaluation import Evaluation, TemperatureFigures, suspicion, without_nan
 from tasks.prepare_target import TargetInfo
 from tasks.processes import run_worker
@@ -28,6 +28,22 @@ STAGE = Stage(name="evaluate-draft", kind="acceptance", version=1)
 # Measured on 2 cores with SmolLM2-135M's draft: import and weights, then every anchor's chain of five.
 START_SECONDS = 12.0
 ANSWERS_PER_SECOND = 8.0
+
+
+@dataclass(frozen=True)
+class EvaluationSpec:
+    """What the worker is told; JSON-able. `threads`: None for one a core."""
+
+    target: dict[str, Any]
+    draft: str
+    features: str
+    folder: str
+    chain_length: int
+    bootstrap: int
+    threads: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def plan(recipe: Recipe, target: TargetInfo, draft: ArtifactRef, features: ArtifactRef) -> Plan:

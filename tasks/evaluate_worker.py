@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from storage.features import FeatureReader
 from storage.folder import PartFolder
 from storage.schemas import ACCEPTANCE
 from tasks.documents import HeldoutDocument, heldout_documents, heldout_temperatures
+from tasks.evaluate_draft import EvaluationSpec
 from tasks.evaluation import EXAMPLES, ROWS, SUMMARY, Coverage, Evaluation, TemperatureFigures
 from tasks.prepare_target import TargetInfo
 from tasks.processes import emit
@@ -43,22 +43,6 @@ EXAMPLE_CANDIDATES = 12
 EXAMPLE_TOKENS = 24  # shorter answers show too few rounds
 LOOP_LONGEST = 32  # tokens of the longest repeated phrase that counts as a loop
 LOOP_REPEATS = 4
-
-
-@dataclass(frozen=True)
-class EvaluationSpec:
-    """What the worker is told; JSON-able. `threads`: None for one a core."""
-
-    target: dict[str, Any]
-    draft: str
-    features: str
-    folder: str
-    chain_length: int
-    bootstrap: int
-    threads: int | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def main(path: str) -> None:

@@ -104,12 +104,13 @@ def suspicion(evaluation: Evaluation) -> str | None:
 
 def summary_from_dict(values: Mapping[str, Any]) -> AcceptanceSummary:
     """The inverse of `AcceptanceSummary.to_dict`."""
-    rates = {name: _rate(values[name]) for name in ("flat", "tau_micro", "tau_macro")}
-    positions = {name: tuple(_rate(item) for item in values[name]) for name in ("survival", "conditional")}
+    rates = {name: rate_from_dict(values[name]) for name in ("flat", "tau_micro", "tau_macro")}
+    positions = {name: tuple(rate_from_dict(item) for item in values[name]) for name in ("survival", "conditional")}
     return AcceptanceSummary(**{**values, **rates, **positions})
 
 
-def _rate(values: Mapping[str, Any] | None) -> Rate | None:
+def rate_from_dict(values: Mapping[str, Any] | None) -> Rate | None:
+    """A stored rate; null stands for nan inside, and for no rate at all outside."""
     if values is None:
         return None
     return Rate(**{key: math.nan if value is None else value for key, value in values.items()})

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from tasks.recipe import Recipe
 from tasks.scratch import scratch
 from tasks.stage import Plan, Stage, run_plan
 from tasks.stage_task import duration, stage_task
-from tasks.train_worker import TrainingSpec
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,25 @@ NO_RESULT = {"threads", "checkpoint_every"}
 # bf16 at the 8B shape.
 CPU_RATE, GPU_RATE = 40e9, 2e14
 START_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """What the worker is told; JSON-able.
+
+    draft, training: the recipe's sections. chain_length: the best checkpoint is chosen by the tau of such chains.
+    """
+
+    target: dict[str, Any]
+    features: str
+    vocabulary: str
+    folder: str
+    draft: dict[str, Any]
+    training: dict[str, Any]
+    chain_length: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def plan(recipe: Recipe, target: TargetInfo, features: ArtifactRef, vocabulary: ArtifactRef) -> Plan:
@@ -56,11 +75,11 @@ def estimate(
     """Seconds, from the supervised tokens, the draft's size and the device's rate; `max_cpu_minutes` caps it."""
     import torch
 
-    training, config = recipe.training, recipe.training
+    training = recipe.training
     summary = store.manifest(features).summary
     size = store.manifest(vocabulary).summary["size"]
     steps = training.epochs * -(-summary["tokens"] // (training.tokens_per_batch * training.accumulate))
-    share = min(1.0, (config.max_steps or steps) / steps)
+    share = min(1.0, (training.max_steps or steps) / steps)
     chains = share * training.epochs * summary["supervised_tokens"]
     gpus = torch.cuda.device_count()
     cores = training.threads or len(os.sched_getaffinity(0))

@@ -10,9 +10,7 @@ import json
 import logging
 import os
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,25 +27,9 @@ from tasks.documents import FeatureDocuments, split_train
 from tasks.prepare_target import TargetInfo
 from tasks.processes import emit
 from tasks.target_weights import TargetWeights, read_target_weights
+from tasks.train_draft import TrainingSpec
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainingSpec:
-    """What the worker is told; JSON-able. draft, training: the recipe's sections. chain_length: what the best checkpoint
-    is chosen by."""
-
-    target: dict[str, Any]
-    features: str
-    vocabulary: str
-    folder: str
-    draft: dict[str, Any]
-    training: dict[str, Any]
-    chain_length: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def main(path: str) -> None:

@@ -52,7 +52,7 @@ def curves(evaluation: Evaluation) -> dict[str, bytes]:
     return images
 
 
-def _line(panel, rates, colour: str, label: str, style: str) -> None:  # noqa: ANN001 (matplotlib is imported late)
+def _line(panel, rates, colour: str, label: str, style: str) -> None:
     known = [(position, rate) for position, rate in enumerate(rates, 1) if not math.isnan(rate.value)]
     positions = [position for position, _ in known]
     panel.plot(positions, [rate.value for _, rate in known], style, color=colour, label=label, marker="o", markersize=4)

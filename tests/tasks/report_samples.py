@@ -64,7 +64,7 @@ def make_serving(evaluation: Evaluation) -> tuple[ServingCheck, ...]:
 
 def make_report(name: str = "smollm2-135m", hit: float = 0.5, **changes: object) -> DraftReport:
     evaluation = make_evaluation(hit)
-    words = "To sort a list in Python you call its sort method, or sorted for a copy of it.".split()
+    words = ["To", "sort", "a", "list", "in", "Python", "you", "call", "its", "sort", "method,", "or", "sorted", "for", "a", "copy", "of", "it."]
     rounds = tuple(
         ExampleRound(" ".join(["", *words[i : i + n]]) if n else "", f" {words[i + n]}")
         for i, n in ((0, 2), (3, 0), (4, 3), (8, 1), (10, 4))

@@ -70,7 +70,7 @@ def test_only_supervised_tokens_of_the_train_split_count(built):
 
 
 def test_the_stage_writes_an_ascending_map_with_the_end_of_turn_in_it(built):
-    recipe, target, store, samples, responses = built
+    recipe, target, store, _, responses = built
     ref = run(recipe, target, store, responses)
     table = pq.read_table(store.local(ref) / TABLE)
     ids = read_vocabulary(store.local(ref))

@@ -25,7 +25,14 @@ from tasks.build_vocabulary import run as build_vocabulary
 from tasks.documents import FeatureDocuments, as_tensor, heldout_documents, heldout_temperatures, split_train
 from tasks.processes import WorkerError
 from tasks.train_draft import multiply_adds, plan, run
-from tests.tasks.feature_samples import HIDDEN, make_features, make_recipe, make_responses, make_samples, make_target
+from tests.tasks.feature_samples import (
+    HIDDEN,
+    make_features,
+    make_recipe,
+    make_responses,
+    make_samples,
+    make_target,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,7 +162,7 @@ def test_a_killed_run_goes_on_and_ends_bit_identical(made, tmp_path: Path):
 
 
 def test_a_checkpoint_over_another_vocabulary_is_refused(made, tmp_path: Path):
-    recipe, target, store, samples, features, vocabulary, whole = made
+    recipe, target, store, _, features, vocabulary, whole = made
     work = plan(recipe, target, features, vocabulary)
     other = ArtifactStore(str(tmp_path / "store"))
     for ref in (features, vocabulary):

@@ -1,0 +1,179 @@
+"""The evaluation stage: its figures are those of its rows, and its rows those of a slow walk over the text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from eagle3core.export import load_draft
+from storage.artifacts import ArtifactStore
+from storage.features import FeatureReader
+from tasks.build_vocabulary import run as build_vocabulary
+from tasks.documents import heldout_documents
+from tasks.evaluate_draft import run
+from tasks.evaluate_worker import loops
+from tasks.evaluation import EXAMPLES, ROWS, Evaluation
+from tasks.report.example import examples_json, make_example, read_examples
+from tasks.target_weights import read_target_weights
+from tasks.train_draft import run as train_draft
+from tests.tasks.feature_samples import make_features, make_recipe, make_responses, make_samples, make_target
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("evaluated")
+    recipe = make_recipe(folder, **{"training.epochs": 6})
+    target, store = make_target(recipe), ArtifactStore(recipe.store.uri)
+    samples = make_samples(seed=1)
+    responses = make_responses(store, samples)
+    features = make_features(store, target, samples, responses)
+    draft = train_draft(recipe, target, store, features, build_vocabulary(recipe, target, store, responses))
+    return recipe, target, store, features, draft, run(recipe, target, store, draft, features)
+
+
+def test_the_artifact_holds_rows_figures_examples_and_curves(made):
+    *_, store, _, _, acceptance = made
+    folder = store.local(acceptance)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {ROWS, "summary.json", EXAMPLES, "curves.svg", "curves.png", "manifest.json"}
+    evaluation = Evaluation.read(folder)
+    assert [figures.temperature for figures in evaluation.figures] == [0.0, 1.0]
+    assert evaluation.figures[0].sampled is None and evaluation.figures[1].sampled is not None
+    headline = store.manifest(acceptance).summary["temperatures"]["0"]
+    assert headline["tau_walk"] == evaluation.figures[0].walk.tau_micro.value
+
+
+def test_figures_are_recomputed_from_the_rows(made):
+    *_, store, _, _, acceptance = made
+    rows = pq.read_table(store.local(acceptance) / ROWS).to_pylist()
+    for figures in Evaluation.read(store.local(acceptance)).figures:
+        for summary in (figures.walk, figures.anchor):
+            mine = [r for r in rows if r["mode"] == summary.mode and r["temperature"] == figures.temperature]
+            assert len(mine) == summary.rounds
+            tau = sum(row["accepted"] + 1 for row in mine) / len(mine)
+            assert tau == pytest.approx(summary.tau_micro.value)
+            for position, rate in enumerate(summary.survival, 1):
+                reached = [row for row in mine if row["drafted"] >= position]
+                assert rate.denominator == len(reached)
+                assert rate.numerator == sum(row["accepted"] >= position for row in reached)
+
+
+def test_walked_rows_are_those_of_a_slow_walk_over_the_text(made):
+    """The oracle drafts one token at a time by rerunning the draft over everything it has seen."""
+    recipe, target, store, features, draft, acceptance = made
+    head = load_draft(store.local(draft) / "draft", read_target_weights(Path(target.path)).embedding)
+    document = heldout_documents(FeatureReader(store.local(features)), 0.0)[1].document
+    text = document.token_ids.tolist()
+    first = int(document.supervised.nonzero()[0])
+    expected, row = [], first - 1
+    while row + 2 < len(text):
+        drafted = min(recipe.evaluation.chain_length, len(text) - row - 2)
+        guess = slow_chain(head, document.features, text, row, drafted)
+        accepted = next((i for i in range(drafted) if guess[i] != text[row + 2 + i]), drafted)
+        expected.append((row, drafted, accepted))
+        row += accepted + 1
+    rows = pq.read_table(store.local(acceptance) / ROWS).to_pylist()
+    walked = [
+        (r["anchor"], r["drafted"], r["accepted"])
+        for r in rows
+        if (r["mode"], r["prompt_id"], r["temperature"]) == ("walk", "h1", 0.0)
+    ]
+    assert walked == expected
+
+
+@torch.no_grad()
+def slow_chain(draft, features, text: Sequence[int], row: int, length: int) -> list[int]:
+    """Greedy chain begun at `row`: the layer over all earlier rows and the chain's own, nothing cached."""
+    hidden = draft.fuse(features[: row + 1].float())
+    tokens = list(text[1 : row + 2])
+    chain = []
+    for _ in range(length):
+        output = slow_layer(draft, hidden, torch.tensor(tokens))[-1:]
+        best = int(draft.target_ids[draft.logits(output)[0].argmax()])
+        chain.append(best)
+        tokens.append(best)
+        hidden = torch.cat([hidden, draft.feedback(output)])
+    return chain
+
+
+def slow_layer(draft, hidden, tokens):
+    layer, attention = draft.midlayer, draft.midlayer.self_attn
+    x = layer.attention_input(draft.embed_tokens(tokens), hidden)
+    cos, sin = draft.rope(torch.arange(len(tokens)), torch.float32)
+    queries, (keys, values) = attention.queries(x, cos, sin), attention.keys_values(x, cos, sin)
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", queries, keys) / attention.head_dim**0.5
+    scores = scores.masked_fill(~torch.ones(len(tokens), len(tokens)).tril().bool(), -torch.inf)
+    return layer.finish(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values), hidden)
+
+
+def test_coverage_counts_held_out_tokens_outside_the_map(made):
+    _, target, store, features, draft, acceptance = made
+    head = load_draft(store.local(draft) / "draft", read_target_weights(Path(target.path)).embedding)
+    reader = FeatureReader(store.local(features))
+    kept = set(head.target_ids.tolist())
+    tokens = [
+        token
+        for temperature in (0.0, 1.0)
+        for item in heldout_documents(reader, temperature)
+        for token in item.document.token_ids[item.document.supervised].tolist()
+    ]
+    (found,) = Evaluation.read(store.local(acceptance)).coverage
+    assert (found.category, found.tokens) == ("counting", len(tokens))
+    assert found.covered == sum(token in kept for token in tokens)
+
+
+def test_examples_hold_the_whole_answer_in_order(made):
+    _, target, store, _, _, acceptance = made
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target.path)
+    examples = read_examples(store.local(acceptance) / EXAMPLES)
+    assert len(examples) == 4
+    heldout = [s for s in make_samples(seed=1) if s.split == "heldout"]
+    answers = {tokenizer.decode(s.token_ids[s.spans[0][0] :], skip_special_tokens=True).rstrip("\ufffd") for s in heldout}
+    for example in examples:
+        assert "".join(each.accepted + each.own for each in example.rounds) in answers
+
+
+def test_an_example_cuts_text_where_its_rounds_end():
+    words = ["a", "b", "c", "d", "e", "f", "g"]
+    example = make_example(
+        range(7), 2, [1, 0, 1], lambda ids: "".join(words[i] for i in ids), category="x", temperature=0.0
+    )
+    assert example.prompt == "ab"
+    assert [(r.accepted, r.own) for r in example.rounds] == [("", "c"), ("d", "e"), ("", "f"), ("g", "")]
+    assert example.tau == pytest.approx(4 / 3)
+
+
+def test_examples_survive_json(tmp_path: Path):
+    example = make_example(range(5), 1, [1, 1], lambda ids: "x" * len(ids), category="", temperature=1.0)
+    (tmp_path / "examples.json").write_text(examples_json([example]))
+    assert read_examples(tmp_path / "examples.json") == (example,)
+    assert json.loads(examples_json([])) == []
+
+
+def test_a_half_character_belongs_to_the_round_that_completes_it():
+    pieces = {0: "", 1: "a", 2: "a\ufffd", 3: "aé"}
+    example = make_example(range(4), 1, [1], lambda ids: pieces[len(ids)] if 1 in ids or not ids else "", category="", temperature=0.0)
+    assert [(r.accepted, r.own) for r in example.rounds] == [("", "a"), ("", "é")]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "answer"),
+    [
+        ([*range(50), *[7] * 40], True),
+        ([*range(50), *[1, 2, 3] * 12], True),
+        (list(range(200)), False),
+        ([*range(50), *[7] * 6], False),
+        ([*[1, 2, 3] * 12, 99, 98], False),
+    ],
+)
+def test_runaway_repetition_is_seen_at_the_end_only(tokens: list[int], answer: bool):
+    assert loops(tokens) is answer
