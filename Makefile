@@ -11,7 +11,7 @@ EXTRA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 
 PY := .venv/bin/python
 STAMP := .venv/.installed-$(EXTRA)-$(shell sha256sum pyproject.toml | cut -c1-16)
-RUN = $(PY) -m flows.$(1) $(TARGET) $(if $(strip $(SET)),--set $(SET))
+RUN = $(PY) -m flows $(1) $(TARGET) $(if $(strip $(SET)),--set $(SET))
 
 .DEFAULT_GOAL := help
 .PHONY: help install build-draft regenerate-data evaluate-draft plan report test test-fast lint deploy worker up ui down status sql gc clean
@@ -36,19 +36,19 @@ $(STAMP):
 	@touch $@
 
 build-draft: $(STAMP) ## build, prove and publish TARGET's draft
-	@$(call RUN,build_draft)
+	@$(call RUN,build-draft)
 
 regenerate-data: $(STAMP) ## the target's own answers to the prompts, and nothing more
-	@$(call RUN,regenerate_data)
+	@$(call RUN,regenerate-data)
 
 evaluate-draft: $(STAMP) ## measure the finished draft again, for example with SET="evaluation.chain_length=7"
-	@$(call RUN,evaluate_draft)
+	@$(call RUN,evaluate-draft)
 
 plan: $(STAMP) ## what a build would do: which stages are there, which are to be made
 	@$(call RUN,plan)
 
 report: $(STAMP) ## where the finished draft's report is
-	@$(call RUN,plan) --report
+	@$(call RUN,report)
 
 test: $(STAMP) ## every test, about ten minutes
 	@$(PY) -m pytest

@@ -2,7 +2,7 @@
 acceptance.
 
 In: a recipe, and dotted overrides of it. Out: the published draft's reference; where to look is logged last.
-`python -m flows.build_draft RECIPE [--set training.lr=1e-4 ...]` runs it here and now.
+`python -m flows build-draft RECIPE [--set training.lr=1e-4 ...]` runs it here and now.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 from prefect import flow
 
 from flows import dag
-from flows.command import run_flow
 from flows.shared import run_name, started
 from storage.artifacts import ArtifactRef
 from tasks.recipe import Recipe
@@ -27,7 +26,3 @@ def build_draft(recipe: Recipe, overrides: dict[str, Any] | None = None) -> Arti
         published = dag.publish(build.do, trained, proof)
         build.show(published, acceptance=proof.acceptance)
     return published
-
-
-if __name__ == "__main__":
-    run_flow("build-draft")

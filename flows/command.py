@@ -1,63 +1,38 @@
-"""The flows' command line: a recipe's name and `--set key=value`, one clear line for every error.
+"""The command line: a flow or a look at one, a recipe, `--set key=value`; one clear line for every error.
 
 In: arguments. Out: the flow, run here; exit code 0 where it came through, 1 where it failed, 130 where
-interrupted. The checks that need no Prefect come before the seconds that its import and its server take.
+interrupted. What needs no Prefect is checked before the seconds that its import and its server take.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import yaml
 
 from tasks.recipe import Recipe, RecipeError, load_recipe
 
+FLOWS = ("build-draft", "regenerate-data", "evaluate-draft")
+LOOKS = ("plan", "report")
 OURS = ("flows.", "tasks.", "storage.", "eagle3core.")
 
 
-def parser(module: str) -> argparse.ArgumentParser:
-    """A recipe, and overrides of it."""
-    made = argparse.ArgumentParser(prog=f"python -m {module}")
-    made.add_argument("recipe", help="a recipe's name, or the path of a YAML file")
-    made.add_argument(
-        "--set",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="another value for one of the recipe's keys, for example training.lr=1e-4; may be repeated",
-    )
-    return made
-
-
-def run_flow(flow_name: str) -> NoReturn:
-    """Run the flow as the command line asks, and exit."""
-    module = f"flows.{flow_name.replace('-', '_')}"
-    arguments = parser(module).parse_args()
-
-    def run(_: Recipe) -> None:
-        from tasks.logs import quiet_console
-
-        # By its own name, not as __main__: what Prefect stores of it has to be found again.
-        flow = getattr(importlib.import_module(module), module.removeprefix("flows."))
-        quiet_console()
-        _ensure_server()
-        flow(recipe=load_recipe(arguments.recipe), overrides=dict(map(_override, arguments.set)))
-
-    run_plain(run, arguments)
-
-
-def run_plain(work: Callable[[Recipe], None], arguments: argparse.Namespace) -> NoReturn:
-    """Call `work` with the recipe as overridden, and exit; an error is one line on stderr."""
+def main(words: list[str] | None = None) -> NoReturn:
+    """Do what the command line asks, and exit."""
+    arguments = _parser().parse_args(words)
     os.environ.setdefault("DO_NOT_TRACK", "true")  # read by the libraries when they are imported
+    exit_with(lambda: _command(arguments.what)(arguments.recipe, dict(map(_override, arguments.set))))
+
+
+def exit_with(work: Callable[[], None]) -> NoReturn:
+    """Call `work` and exit; an error is one line on stderr."""
     try:
-        work(load_recipe(arguments.recipe, dict(map(_override, arguments.set))))
+        work()
     except KeyboardInterrupt:
         _fail("interrupted; the same command goes on where this one stopped", code=130)
     except Exception as error:
@@ -72,7 +47,49 @@ def one_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     if type(error).__module__.startswith(OURS) or isinstance(error, OSError):
         return text
-    return f"unexpected {type(error).__name__}: {text.splitlines()[0]} (the traceback is in {_log_file()})"
+    from tasks.logs import last_log_file
+
+    where = last_log_file() or "no log: nothing had started yet"
+    return f"unexpected {type(error).__name__}: {text.splitlines()[0]} (the traceback is in {where})"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows", description="Run a flow here, or look at what it would do."
+    )
+    parser.add_argument("what", choices=[*FLOWS, *LOOKS])
+    parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file")
+    parser.add_argument(
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another value for one of the recipe's keys, for example training.lr=1e-4; may be repeated",
+    )
+    return parser
+
+
+def _command(what: str) -> Callable[[str, Mapping[str, Any]], None]:
+    if what in FLOWS:
+        return lambda recipe, overrides: _run_flow(what.replace("-", "_"), recipe, overrides)
+    return lambda recipe, overrides: _look(what, load_recipe(recipe, overrides))
+
+
+def _run_flow(name: str, recipe: str, overrides: Mapping[str, Any]) -> None:
+    load_recipe(recipe, overrides)
+    from tasks.logs import quiet_console
+
+    flow = getattr(importlib.import_module(f"flows.{name}"), name)
+    quiet_console()
+    _ensure_server()
+    flow(recipe=load_recipe(recipe), overrides=dict(overrides))
+
+
+def _look(what: str, recipe: Recipe) -> None:
+    from flows import look
+
+    getattr(look, what)(recipe)
 
 
 def _override(text: str) -> tuple[str, Any]:
@@ -94,13 +111,6 @@ def _ensure_server() -> None:
         print(notice, file=sys.stderr)
 
 
-def _log_file() -> str:
-    from tasks.logs import last_log_file
-
-    return str(last_log_file() or "no log: nothing had started yet")
-
-
 def _fail(message: str, code: int = 1) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
-    logging.shutdown()
     sys.exit(code)

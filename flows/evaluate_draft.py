@@ -12,7 +12,6 @@ from typing import Any
 from prefect import flow
 
 from flows import dag
-from flows.command import run_flow
 from flows.shared import run_name, started
 from storage.artifacts import ArtifactRef
 from tasks.recipe import Recipe
@@ -26,7 +25,3 @@ def evaluate_draft(recipe: Recipe, overrides: dict[str, Any] | None = None) -> A
         proof = dag.prove(build.do, trained, serving=build.recipe.serving.enabled)
         build.show(proof.acceptance, acceptance=proof.acceptance)
     return proof.acceptance
-
-
-if __name__ == "__main__":
-    run_flow("evaluate-draft")

@@ -1,7 +1,7 @@
 """The flow `regenerate-data`: the target's own answers to the recipe's prompts, and nothing more.
 
 In: a recipe, and dotted overrides of it. Out: the responses' reference.
-`python -m flows.regenerate_data RECIPE [--set data.seed=1 ...]` runs it here and now.
+`python -m flows regenerate-data RECIPE [--set data.seed=1 ...]` runs it here and now.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 from prefect import flow
 
 from flows import dag
-from flows.command import run_flow
 from flows.shared import run_name, started
 from storage.artifacts import ArtifactRef
 from tasks.recipe import Recipe
@@ -24,7 +23,3 @@ def regenerate_data(recipe: Recipe, overrides: dict[str, Any] | None = None) -> 
         responses = dag.answer(build.do)
         build.show(responses)
     return responses
-
-
-if __name__ == "__main__":
-    run_flow("regenerate-data")

@@ -58,7 +58,7 @@ class Build:
             )
         if tracked:
             create_link_artifact(key=f"{key}-mlflow", link=tracked, link_text="MLflow run")
-        create_markdown_artifact(f"{key}-result", markdown=outcome.markdown(), description="Where to look")
+        create_markdown_artifact(outcome.markdown(), key=f"{key}-result", description="Where to look")
         for line in outcome.lines():
             logger.info("%s", line)
 

@@ -45,10 +45,14 @@ class FakeStage:
     def plan(self, recipe: Recipe, target: TargetInfo, *inputs: ArtifactRef) -> Plan:
         return Plan(self.stage, {"lr": recipe.training.lr, "target": target.fingerprint}, inputs)
 
-    def estimate(self, recipe: Recipe, target: TargetInfo, store: ArtifactStore, *inputs: ArtifactRef) -> float:
+    def estimate(
+        self, recipe: Recipe, target: TargetInfo, store: ArtifactStore, *inputs: ArtifactRef
+    ) -> float:
         return self.seconds
 
-    def run(self, recipe: Recipe, target: TargetInfo, store: ArtifactStore, *inputs: ArtifactRef) -> ArtifactRef:
+    def run(
+        self, recipe: Recipe, target: TargetInfo, store: ArtifactStore, *inputs: ArtifactRef
+    ) -> ArtifactRef:
         def work(writer: ArtifactWriter) -> dict[str, int]:
             self.calls += 1
             self.work(writer)
@@ -70,7 +74,9 @@ class FakeStage:
 
 
 def write_metrics(writer: ArtifactWriter, steps: int) -> None:
-    lines = [json.dumps({"step": step, "loss": 1 / step, "accuracy": [0.5, 0.4]}) for step in range(1, steps + 1)]
+    lines = [
+        json.dumps({"step": step, "loss": 1 / step, "accuracy": [0.5, 0.4]}) for step in range(1, steps + 1)
+    ]
     path = writer.path("training/metrics.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(line + "\n" for line in lines))

@@ -1,13 +1,12 @@
 """`make plan` and `make report`: what a build would do, and where the finished one is. Neither starts any
 work.
 
-`python -m flows.plan RECIPE [--report] [--set KEY=VALUE ...]`
+In: a recipe. Out: lines on the console; `python -m flows plan RECIPE`, `python -m flows report RECIPE`.
 """
 
 from __future__ import annotations
 
 from flows import dag
-from flows.command import parser, run_plain
 from storage.artifacts import ArtifactRef, ArtifactStore
 from storage.errors import StorageError
 from tasks.outcome import outcome_of
@@ -58,10 +57,3 @@ def _estimate(
         return spoken(stage.estimate(recipe, target, store, *inputs))
     except (StorageError, OSError):
         return "its time is known once its inputs are there"
-
-
-if __name__ == "__main__":
-    arguments = parser("flows.plan")
-    arguments.add_argument("--report", action="store_true", help="where the finished draft is, instead")
-    chosen = arguments.parse_args()
-    run_plain(report if chosen.report else plan, chosen)
