@@ -7,7 +7,7 @@ as the proposer it is plain decoding through the same code: the baseline that sp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from eagle3core.decoding.propose import Nothing, Proposer
 from eagle3core.decoding.target import TargetModel, TargetOutput, prompt_block, tree_block
 from eagle3core.decoding.tree import TokenTree
 from eagle3core.draft import Eagle3Draft
-from eagle3core.verify import GREEDY, Sampling, Seeded, Verdict, distribution, verify
+from eagle3core.verify import GREEDY, Sampling, Seeded, Verdict, distribution
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finished: bool = False
+
+    def cut_rounds(self) -> None:
+        """Positions behind the text's end do not count as drafted: K_r is at most what was still to come."""
+        end = len(self.prompt) + len(self.token_ids)
+        self.rounds = [replace(item, drafted=min(item.drafted, end - item.context)) for item in self.rounds]
 
 
 def speculate(
@@ -125,29 +130,20 @@ class _Loop:
         block = tree_block(tree.tokens, depths, ancestors, tree.real, self._cache)
         output = self._target.forward(block, self._cache)
         behind = distribution(output.logits, self._decoding.sampling).cpu()
-        verdicts = [self._verify(row, tree, behind[row]) for row in range(len(self.running))]
+        verdicts = [tree.verify(row, behind[row], chance) for row, chance in enumerate(chances)]
         for row, verdict in enumerate(verdicts):
             self._record(row, tree, verdict, int(depths[row][tree.real[row]].max()))
         self._commit(tree, verdicts, output)
         self._drop_finished()
 
-    def _verify(self, row: int, tree: TokenTree, behind: Tensor) -> Verdict:
-        # Nodes that are not there come last among their siblings and have no children that are.
-        numbers = tree.real[row].nonzero().flatten().tolist()
-        place = {number: index for index, number in enumerate(numbers)}
-        parents = [place.get(parent, -1) for parent in tree.parents[row][numbers].tolist()]
-        proposals = None if tree.proposals is None else tree.proposals[row][numbers]
-        chance = self._chances[self.running[row]]
-        verdict = verify(tree.tokens[row][numbers].tolist(), parents, behind[numbers], proposals, chance)
-        return Verdict(tuple(numbers[node] for node in verdict.path), verdict.token)
-
     def _record(self, row: int, tree: TokenTree, verdict: Verdict, depth: int) -> None:
         generation = self.generations[self.running[row]]
         context = len(generation.prompt) + len(generation.token_ids)
         added = self._write(row, [*tree.tokens[row, list(verdict.path)].tolist(), verdict.token])
-        drafted = min(depth, len(added)) if generation.finished else depth
         accepted = min(len(verdict.path), len(added))
-        generation.rounds.append(Round(context, drafted, accepted, tuple(added)))
+        generation.rounds.append(Round(context, depth, accepted, tuple(added)))
+        if generation.finished:
+            generation.cut_rounds()
 
     def _write(self, row: int, tokens: list[int]) -> list[int]:
         """Add `tokens` to a text up to its end; returns what was added."""

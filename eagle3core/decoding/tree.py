@@ -1,6 +1,6 @@
 """Drafted tokens as trees, one a sequence, all of one size: what is verified in one pass of the target.
 
-In: nodes as they are drafted. Out: tokens, parents, depths and who descends from whom, as tensors.
+In: nodes as they are drafted. Out: who descends from whom, as a mask, and which nodes are kept.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from eagle3core.verify import Chance, Verdict, verify
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class TokenTree:
             seen[:, node] |= seen[rows, self.parents[:, node].clamp_min(0)]
         return seen
 
-    def depths(self) -> Tensor:
-        """[B, n] int64: 0 for node 0."""
-        return self.ancestors().sum(-1) - 1
+    def verify(self, row: int, target: Tensor, chance: Chance) -> Verdict:
+        """Which nodes of sequence `row` are kept; target: [n, V] float64, the target behind each node."""
+        numbers = self.real[row].nonzero().flatten().tolist()
+        place = {number: index for index, number in enumerate(numbers)}
+        parents = [place.get(parent, -1) for parent in self.parents[row, numbers].tolist()]
+        proposals = None if self.proposals is None else self.proposals[row, numbers]
+        tokens = self.tokens[row, numbers].tolist()
+        verdict = verify(tokens, parents, target[numbers], proposals, chance)
+        return Verdict(tuple(numbers[node] for node in verdict.path), verdict.token)

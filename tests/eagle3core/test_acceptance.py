@@ -8,7 +8,15 @@ import math
 import pytest
 import torch
 
-from eagle3core.acceptance import Response, Rounds, ServerCounters, compare, from_counters, require_comparable, summarise
+from eagle3core.acceptance import (
+    Response,
+    Rounds,
+    ServerCounters,
+    compare,
+    from_counters,
+    require_comparable,
+    summarise,
+)
 from eagle3core.groups import bucket, by_category, by_context, by_output, by_temperature
 from eagle3core.intervals import bootstrap_rates
 
@@ -81,7 +89,8 @@ def test_intervals_cover_at_the_rate_they_promise():
     repeats, prompts, rounds = 1500, 24, 30
     for repeat in range(repeats):
         ease = torch.rand(prompts, generator=generator, dtype=torch.float64)
-        hits = (torch.rand(prompts, rounds, generator=generator) < ease[:, None]).double().sum(1, keepdim=True)
+        kept = torch.rand(prompts, rounds, generator=generator) < ease[:, None]
+        hits = kept.double().sum(1, keepdim=True)
         counts = torch.full_like(hits, rounds)
         (rate,) = bootstrap_rates(hits, counts, shares=1, resamples=400, seed=repeat)
         covered += rate.low <= 0.5 <= rate.high
