@@ -3,6 +3,9 @@
 
 TARGET ?= smollm2-135m
 SET ?=
+STORE ?= store
+SQL ?=
+DRAFTS ?=
 PYTHON ?= python3
 # For an extra index, a proxy, a wheelhouse: PIP_ARGS="--find-links wheels"
 PIP_ARGS ?=
@@ -14,7 +17,7 @@ STAMP := .venv/.installed-$(EXTRA)-$(shell sha256sum pyproject.toml | cut -c1-16
 RUN = $(PY) -m flows $(1) $(TARGET) $(if $(strip $(SET)),--set $(SET))
 
 .DEFAULT_GOAL := help
-.PHONY: help install build-draft regenerate-data evaluate-draft plan report test test-fast lint deploy worker up ui down status sql gc clean
+.PHONY: help install build-draft regenerate-data evaluate-draft plan report compare test test-fast lint deploy worker up ui down status sql check gc clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -50,6 +53,9 @@ plan: $(STAMP) ## what a build would do: which stages are there, which are to be
 report: $(STAMP) ## where the finished draft's report is
 	@$(call RUN,report)
 
+compare: $(STAMP) ## one page of several drafts: DRAFTS="1a2b 3c4d", the beginnings of their fingerprints; none lists them
+	@$(PY) -m tasks.report $(STORE) $(DRAFTS)
+
 test: $(STAMP) ## every test, about ten minutes
 	@$(PY) -m pytest
 
@@ -77,3 +83,16 @@ down: $(STAMP) ## end what build-draft, deploy, up and ui started
 
 status: $(STAMP) ## what of it is running
 	@$(PY) -m flows.services status
+
+sql: $(STAMP) ## ask the store: SQL="select kind, count(*) from artifacts group by kind"; without SQL, what can be asked
+	@$(PY) -m storage.catalog $(STORE) $(if $(SQL),"$(SQL)")
+
+check: $(STAMP) ## read every byte of the store against its checksums
+	@$(PY) -m storage.check $(STORE)
+
+gc: $(STAMP) ## remove what no published draft needs, after asking
+	@$(PY) -m storage.gc $(STORE)
+
+clean: ## end what runs, remove .venv and caches; data (store, MLflow) stays
+	@test ! -x $(PY) || $(PY) -m flows.services down || true
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -67,7 +67,7 @@ def run_name() -> str:
     """A flow run's name: the recipe, and what was changed in it."""
     parameters = runtime.flow_run.parameters
     recipe = parameters["recipe"]
-    name = recipe.name if isinstance(recipe, Recipe) else recipe["name"]
+    name = recipe if isinstance(recipe, str) else recipe["name"] if isinstance(recipe, dict) else recipe.name
     return " ".join([name, *(f"{key}={value}" for key, value in (parameters.get("overrides") or {}).items())])
 
 

@@ -192,6 +192,12 @@ class Recipe(Section):
     store: Store = Store()
     tracking: Tracking = Tracking()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        """A name or path stands for what the file says: a deployment in somebody's own pool need not repeat it."""
+        return _read(value) if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
         if self.data.max_tokens > self.target.max_model_len:
@@ -215,18 +221,7 @@ def load_recipe(name_or_path: str, overrides: Mapping[str, Any] | None = None) -
 
     Raises RecipeError with the file, the key and what is wrong with it.
     """
-    path = Path(name_or_path)
-    if path.suffix not in {".yaml", ".yml"}:
-        path = RECIPES / f"{name_or_path}.yaml"
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise RecipeError(f"no recipe {name_or_path!r}: {path} is not there. Known: {', '.join(recipe_names())}") from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of sections, this is {type(raw).__name__}")
-    return build_recipe(raw, overrides, where=str(path))
+    return build_recipe(_read(name_or_path), overrides, where=str(_path(name_or_path)))
 
 
 def build_recipe(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, where: str = "recipe") -> Recipe:
@@ -253,3 +248,21 @@ def _set(tree: dict[str, Any], dotted: str, value: Any, where: str) -> None:
         if not isinstance(node, dict):
             raise RecipeError(f"{where}: override {dotted!r}: {name} is not a section")
     node[leaf] = value
+
+
+def _path(name_or_path: str) -> Path:
+    path = Path(name_or_path)
+    return path if path.suffix in {".yaml", ".yml"} else RECIPES / f"{name_or_path}.yaml"
+
+
+def _read(name_or_path: str) -> dict[str, Any]:
+    path = _path(name_or_path)
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise RecipeError(f"no recipe {name_or_path!r}: {path} is not there. Known: {', '.join(recipe_names())}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of sections, this is {type(raw).__name__}")
+    return raw

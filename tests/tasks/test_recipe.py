@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.recipe import RecipeError, build_recipe, load_recipe, recipe_names
+from tasks.recipe import Recipe, RecipeError, build_recipe, load_recipe, recipe_names
 
 SHIPPED = ["deepseek-r1-llama-8b", "llama31-8b", "llama33-70b", "smollm2-135m", "vicuna-13b"]
 
@@ -45,6 +45,10 @@ def test_a_recipe_survives_json_as_a_deployments_parameters_do():
     for name in SHIPPED:
         recipe = load_recipe(name)
         assert build_recipe(recipe.model_dump(mode="json")) == recipe
+
+
+def test_a_name_stands_for_the_recipe():
+    assert Recipe.model_validate("llama31-8b") == load_recipe("llama31-8b")
 
 
 @pytest.mark.parametrize(
