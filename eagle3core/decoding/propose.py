@@ -95,7 +95,7 @@ class Chain:
 
     @property
     def steps(self) -> int:
-        return self.length
+        return self.length - 1
 
     def propose(self, draft: DraftSteps, last: Tensor, vocab_size: int, chances: Chances) -> TokenTree:
         batch = len(last)

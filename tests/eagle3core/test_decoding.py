@@ -1,4 +1,4 @@
-"""The reference decoders: the text is as without speculation, whatever the batch, the tree, the text's end."""
+"""The reference decoders: the text is as without speculation, whatever the batch, the tree or its end."""
 
 from __future__ import annotations
 
