@@ -46,6 +46,7 @@ class Source(Section):
     kind: Literal["sharegpt", "ultrachat", "openthoughts", "openthoughts-math", "messages", "prompts"]
     uri: str = Field(description="Hub id, file, folder, object-store URL, or package:NAME")
     split: str | None = Field(None, description="Split of a hub data set, for example train_sft")
+    system: Literal["keep", "drop"] = Field("keep", description="The data's own system prompts: kept, or left out")
     limit: Positive | None = Field(None, description="Conversations taken, a seeded sample; all where empty")
 
 
@@ -55,6 +56,7 @@ class Data(Section):
     max_prompt_tokens: Positive = Field(1024, description="A conversation whose first prompt is longer is refused")
     max_tokens: Positive = Field(2048, description="A sample is cut on the right to this many tokens")
     max_turns: Positive = Field(4, description="User turns answered in one conversation")
+    exclude: list[str] = Field([], description="Evaluation prompts (files, folders, hub ids) to keep out of training")
     max_bad_share: Share = Field(0.75, description="A larger share of refused rows stops the run")
     seed: int = 0
 

@@ -99,13 +99,11 @@ def printable(text: str, longest: int = 200) -> str:
 
 
 def _blank(text: str, role: str) -> set[str]:
-    if role == "user" and not INVISIBLE.sub("", text).strip():
-        return {"empty_human_value"}
-    if role == "assistant" and not text:
-        return {"empty_gpt_value"}
-    if role == "assistant" and not INVISIBLE.sub("", text).strip():
-        return {"gpt_value_only_zero_width_space"}
-    return set()
+    if (text if text.isascii() else INVISIBLE.sub("", text)).strip():
+        return set()
+    if role == "assistant":
+        return {"gpt_value_only_zero_width_space" if text else "empty_gpt_value"}
+    return {"empty_human_value"} if role == "user" else set()
 
 
 def _beyond_ascii(text: str) -> set[str]:

@@ -1,0 +1,98 @@
+"""Which training prompts a set of evaluation prompts is found in: exactly, or by most of its word n-grams.
+
+In: two Arrow tables (id, text). Out: `Overlap`s, one per training id. DuckDB does it and spills where memory ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import duckdb
+import pyarrow as pa
+
+from storage.schemas import Message
+
+NGRAM = 8  # words
+THRESHOLD = 0.5  # of an evaluation prompt's n-grams found in one training row
+FEWEST = 4  # n-grams: a shorter evaluation prompt is compared as a whole only
+BOILERPLATE = 3  # evaluation prompts that share an n-gram: it is the frame of the question, not the question
+
+_WORDS = r"string_split(trim(regexp_replace(lower(text), '[^\p{L}\p{N}]+', ' ', 'g')), ' ')"
+
+# Shifted copies side by side: one pass over the words. (A lambda over positions copies the list for each of them.)
+_GRAMS = "list_zip(" + ", ".join(f"words[{shift + 1}:]" for shift in range(NGRAM)) + ")"
+
+_QUERY = f"""
+with
+  seen as (select id, {_WORDS} as words from training),
+  asked as (select id, {_WORDS} as words from evaluation),
+  exact as (
+    select seen.id as training_id, min(asked.id) as evaluation_id, 1.0 as share
+    from seen join asked on seen.words = asked.words group by seen.id
+  ),
+  asked_grams as (
+    select distinct id, hash(gram) as gram from (select id, unnest({_GRAMS}[:len(words) - {NGRAM - 1}]) as gram
+    from asked where len(words) >= {NGRAM})
+  ),
+  telling as (
+    select id, gram from asked_grams
+    where gram not in (select gram from asked_grams group by gram having count(*) >= {BOILERPLATE})
+  ),
+  sizes as (select id, count(*) as grams from telling group by id having count(*) >= {FEWEST}),
+  seen_grams as (
+    select distinct id, hash(gram) as gram from (select id, unnest({_GRAMS}[:len(words) - {NGRAM - 1}]) as gram
+    from seen where len(words) >= {NGRAM})
+  ),
+  shared as (
+    select seen_grams.id as training_id, telling.id as evaluation_id, count(*) / any_value(sizes.grams) as share
+    from telling join sizes using (id) join seen_grams using (gram)
+    group by all having share >= {THRESHOLD}
+  ),
+  both_ways as (select *, true as exactly from exact union all select *, false from shared)
+select training_id, arg_max(evaluation_id, share), max(share), bool_or(exactly) from both_ways
+group by training_id order by training_id
+"""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """`training_id` holds `evaluation_id`: `share` of its telling n-grams, or the whole of it, word for word."""
+
+    training_id: str
+    evaluation_id: str
+    share: float
+    exact: bool
+
+
+def find_overlaps(training: pa.Table, evaluation: pa.Table) -> list[Overlap]:
+    """Training rows that hold an evaluation prompt. Both tables have string columns id and text.
+
+    Case, punctuation and spacing do not matter. N-grams that three or more evaluation prompts share are boilerplate
+    and count for nothing; a row overlaps where half of a prompt's other n-grams are in it.
+    """
+    if not training.num_rows or not evaluation.num_rows:
+        return []
+    with duckdb.connect() as connection:
+        connection.register("training", training)
+        connection.register("evaluation", evaluation)
+        rows = connection.execute(_QUERY).fetchall()
+    return [Overlap(training_id, evaluation_id, float(share), exact) for training_id, evaluation_id, share, exact in rows]
+
+
+def turns_table(conversations: Iterable[tuple[str, Iterable[Message]]], first_only: bool = False) -> pa.Table:
+    """(id, text) of user turns, one row a turn; of each conversation's first one where `first_only`."""
+    rows = [
+        {"id": identity, "text": message.content}
+        for identity, messages in conversations
+        for message in _users(messages, first_only)
+    ]
+    return pa.Table.from_pylist(rows, schema=pa.schema([("id", pa.string()), ("text", pa.string())]))
+
+
+def _users(messages: Iterable[Message], first_only: bool) -> Iterator[Message]:
+    for message in messages:
+        if message.role == "user":
+            yield message
+            if first_only:
+                return

@@ -1,0 +1,226 @@
+"""Stage: the recipe's sources as clean conversations, a seeded sample, split into train and held out.
+
+In: a recipe. Out: a `conversations` artifact: part-*.parquet (ConversationRow), quarantine.parquet (what was refused
+and why), and a summary whose counts add up to the rows read.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
+from storage.schemas import ConversationRow, Message, QuarantineRow, to_table
+from tasks.decontaminate import Overlap, find_overlaps, turns_table
+from tasks.intake import Intake, IntakeReport, first_prompt
+from tasks.prepare_target import TargetInfo
+from tasks.recipe import Recipe, Source
+from tasks.selection import Doubles, Sample, key_of, squeezed
+from tasks.sources import read_source, source_bytes, source_identity
+from tasks.sources.shapes import ShapeError, conversation_of
+from tasks.stage import Plan, Stage, run_plan
+from tasks.stage_task import stage_task
+from tasks.templates import Template
+
+log = logging.getLogger(__name__)
+
+STAGE = Stage(name="prepare-conversations", kind="conversations", version=1)
+
+PART_ROWS = 5000
+HELD_OUT = "heldout"
+# Measured on the embedded ShareGPT file (125 MB, one busy core of two): reading, normalising, counting tokens.
+BYTES_PER_SECOND = 10_000_000
+START_SECONDS = 3.0  # tokenizer and imports
+UNKNOWN_SECONDS = 600.0  # a data set that streams from a hub says no size
+
+
+class ConversationsError(ValueError):
+    """The sources cannot give what the recipe asks for; one line says why."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Ids held out, and what of the training rows met them or an evaluation prompt."""
+
+    heldout: frozenset[str]
+    overlaps: Mapping[str, Overlap]
+
+
+def plan(recipe: Recipe, target: TargetInfo) -> Plan:
+    """Raises SourceError where a source is not there: no stage starts before every source has been found."""
+    data = recipe.data
+    parameters = {
+        "sources": [{**source.model_dump(exclude={"uri"}), "content": source_identity(source)} for source in data.sources],
+        "exclude": [source_identity(_prompts(uri)) for uri in data.exclude],
+        **data.model_dump(include={"heldout", "max_prompt_tokens", "max_turns", "seed"}),
+        "tokenizer": target.tokenizer_fingerprint,
+        "chat_template": target.template_hash,
+    }
+    return Plan(STAGE, parameters)
+
+
+def estimate(recipe: Recipe, target: TargetInfo, store: ArtifactStore) -> float:
+    """Seconds, from the sources' bytes."""
+    sizes = [source_bytes(source) for source in recipe.data.sources]
+    return START_SECONDS + sum(UNKNOWN_SECONDS if size is None else size / BYTES_PER_SECOND for size in sizes)
+
+
+def run(recipe: Recipe, target: TargetInfo, store: ArtifactStore) -> ArtifactRef:
+    """Find or make the conversations. Raises ConversationsError or SourceError, one line each."""
+    return run_plan(plan(recipe, target), store, lambda writer: _make(recipe, Template.load(target), writer))
+
+
+def _make(recipe: Recipe, template: Template, writer: ArtifactWriter) -> Mapping[str, Any]:
+    quarantine: list[QuarantineRow] = []
+    with ExitStack() as stack:
+        # Beside the parts, not in them: what is spilled is as large as the sample.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=writer.folder.parent, prefix=".spill-")))
+        samples: list[Sample] = []
+        reports: list[IntakeReport] = []
+        doubles = Doubles()
+        for number, source in enumerate(recipe.data.sources):
+            (folder / str(number)).mkdir()
+            sample = stack.enter_context(Sample(source.limit, folder / str(number)))
+            intake = Intake(source, _label(recipe, source), recipe.data, doubles, sample, _counter(template), quarantine)
+            reports.append(intake.run())
+            samples.append(sample)
+        _refuse_bad(recipe, reports)
+        split = _split(recipe, samples)
+        written = _write(recipe, samples, split, quarantine, writer)
+    summary = {
+        **written,
+        "rows": sum(report.rows for report in reports),
+        "sources": [report.to_dict() for report in reports],
+        "excluded": [vars(overlap) for overlap in list(split.overlaps.values())[:100]],
+    }
+    log.info("conversations: %d to train on, %d held out; refused %s", written["train"], written[HELD_OUT], _reasons(reports))
+    return summary
+
+
+def _counter(template: Template) -> Any:
+    def count(prompt: tuple[Message, ...]) -> int:
+        return len(template.prompt([vars(message) for message in prompt]).token_ids)
+
+    return count
+
+
+def _label(recipe: Recipe, source: Source) -> str:
+    """The source's kind, with its URI where the recipe has several of that kind."""
+    alike = [other for other in recipe.data.sources if other.kind == source.kind]
+    return source.kind if len(alike) == 1 else f"{source.kind}:{source.uri}"
+
+
+def _refuse_bad(recipe: Recipe, reports: Sequence[IntakeReport]) -> None:
+    """Stop where a source is empty, where nothing is left of it, or where too much of it was refused."""
+    for report in reports:
+        refused = report.refused.total()
+        reasons = ", ".join(f"{reason} {count}" for reason, count in report.refused.most_common(4))
+        if not report.rows:
+            raise ConversationsError(f"data source {report.source} is empty: it has no row to read")
+        if not report.sampled:
+            hint = "; raise data.max_prompt_tokens" if report.refused["prompt_too_long"] * 2 > report.rows else ""
+            raise ConversationsError(
+                f"data source {report.source}: none of its {report.rows} rows can be used ({reasons}){hint}"
+            )
+        if refused > recipe.data.max_bad_share * report.rows:
+            raise ConversationsError(
+                f"data source {report.source}: {refused} of {report.rows} rows refused ({reasons}), more than "
+                f"data.max_bad_share {recipe.data.max_bad_share:g} allows: is its kind right?"
+            )
+
+
+def _split(recipe: Recipe, samples: Sequence[Sample]) -> Split:
+    """Choose the held-out conversations by key, and find the training rows that would give one of them away."""
+    prompts: dict[str, int] = {}
+    by_prompt: Counter[int] = Counter()
+    for row in _rows(samples):
+        prompts[row.id] = key_of(*(squeezed(message.content) for message in first_prompt(row.messages)[-1:]))
+        by_prompt[prompts[row.id]] += 1
+    wanted = recipe.data.heldout
+    if len(by_prompt) <= wanted:
+        raise ConversationsError(
+            f"{len(prompts)} conversations with {len(by_prompt)} different first prompts cannot give {wanted} held out "
+            "and some to train on: lower data.heldout, or raise the sources' limit"
+        )
+    # A prompt that stands once costs no training row; of the others only one conversation each may be held out.
+    order = sorted(prompts, key=lambda name: (by_prompt[prompts[name]], key_of("heldout", str(recipe.data.seed), name)))
+    chosen: dict[int, str] = {}
+    for name in order:
+        if len(chosen) < wanted:
+            chosen.setdefault(prompts[name], name)
+    heldout = frozenset(chosen.values())
+    training = turns_table((row.id, row.messages) for row in _rows(samples) if row.id not in heldout)
+    kept_out = turns_table(((row.id, row.messages) for row in _rows(samples) if row.id in heldout), first_only=True)
+    overlaps = find_overlaps(training, kept_out) + find_overlaps(training, _evaluation_prompts(recipe))
+    return Split(heldout, {overlap.training_id: overlap for overlap in overlaps})
+
+
+def _evaluation_prompts(recipe: Recipe) -> Any:
+    def prompts() -> Iterator[tuple[str, Iterable[Message]]]:
+        for uri in recipe.data.exclude:
+            for row in read_source(_prompts(uri)):
+                try:
+                    raw = conversation_of("prompts", row.value)
+                except ShapeError:
+                    continue
+                yield f"{uri}:{raw.id or row.place}", [Message("user", str(t.content)) for t in raw.turns if t.role == "user"]
+
+    return turns_table(prompts())
+
+
+def _prompts(uri: str) -> Source:
+    return Source(kind="prompts", uri=uri)
+
+
+def _rows(samples: Iterable[Sample]) -> Iterator[ConversationRow]:
+    for sample in samples:
+        yield from sample.rows()
+
+
+def _write(
+    recipe: Recipe, samples: Sequence[Sample], split: Split, quarantine: list[QuarantineRow], writer: ArtifactWriter
+) -> dict[str, Any]:
+    """Write the parts and the quarantine; counts by split, source and category."""
+    counts: Counter[str] = Counter()
+    by_source: Counter[str] = Counter()
+    waiting: list[ConversationRow] = []
+    number = 0
+    for row in _rows(samples):
+        if overlap := split.overlaps.get(row.id):
+            detail = f"holds {overlap.evaluation_id} ({overlap.share:.0%} of its n-grams)"
+            quarantine.append(QuarantineRow(row.id, row.source, "overlaps_evaluation", detail))
+            counts["overlaps_evaluation"] += 1
+            continue
+        held_out = row.id in split.heldout
+        waiting.append(ConversationRow(row.id, row.source, HELD_OUT if held_out else "train", row.category, row.messages))
+        counts[waiting[-1].split] += 1
+        by_source[f"{row.source} {waiting[-1].split}"] += 1
+        if len(waiting) == PART_ROWS:
+            writer.write_table(f"part-{number:05d}.parquet", to_table(ConversationRow, waiting))
+            waiting, number = [], number + 1
+    if waiting:
+        writer.write_table(f"part-{number:05d}.parquet", to_table(ConversationRow, waiting))
+    if not counts["train"]:
+        raise ConversationsError("every training conversation holds a held-out or evaluation prompt: none is left")
+    writer.write_table("quarantine.parquet", to_table(QuarantineRow, quarantine))
+    return {
+        "train": counts["train"],
+        HELD_OUT: counts[HELD_OUT],
+        "overlaps_evaluation": counts["overlaps_evaluation"],
+        "quarantined": len(quarantine),
+        "by_source": dict(sorted(by_source.items())),
+    }
+
+
+def _reasons(reports: Iterable[IntakeReport]) -> str:
+    total = sum((report.refused for report in reports), Counter())
+    return ", ".join(f"{reason} {count}" for reason, count in total.most_common()) or "none"
+
+
+prepare_conversations = stage_task(STAGE, plan, run, estimate)
