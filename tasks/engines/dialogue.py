@@ -6,9 +6,6 @@ is known here: whoever runs the target asks `next_request`, hands the answer to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from tasks.engines.requests import Finished, Job, Refused, Request, Sample, job_seed
 from tasks.templates import Rendered, Template, TemplateError
 
@@ -61,6 +58,9 @@ class Dialogue:
     def take(self, answer: Finished) -> None:
         """The target's answer to the last request."""
         assert self._prompt is not None
+        if answer.error:
+            self._stop("no answer", answer.error)
+            return
         start = len(self._prompt.token_ids)
         token_ids = [*self._prompt.token_ids, *answer.token_ids]
         ended = bool(answer.token_ids) and answer.token_ids[-1] in self._template.end_ids
@@ -103,7 +103,7 @@ def given_sample(job: Job) -> Sample:
     return Sample(job.id, list(job.token_ids), [tuple(span) for span in job.spans], [], "given", False)
 
 
-def prompt_parts(messages: list[Mapping[str, Any]], max_turns: int) -> list[Mapping[str, Any]]:
+def prompt_messages(messages: list[dict[str, str]], max_turns: int) -> list[dict[str, str]]:
     """The messages up to user turn number `max_turns`, and the assistant's turn after it, if any."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     end = users[max_turns] if len(users) > max_turns else len(messages)

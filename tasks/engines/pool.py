@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ def engine_options(recipe: Recipe, engine: str, capacity: int) -> EngineOptions:
         tensor_parallel=recipe.vllm.tensor_parallel,
         enforce_eager=recipe.vllm.enforce_eager,
         seed=recipe.responses.seed,
+        servers=tuple(recipe.responses.servers),
     )
 
 
@@ -97,7 +99,7 @@ def engine_count(recipe: Recipe, target: TargetInfo, most: int) -> int:
     """How many engines run side by side; `most` is what the work can be dealt to."""
     if recipe.vllm.engines:
         return max(1, min(most, recipe.vllm.engines))
-    if devices := _cuda_devices():
+    if devices := cuda_devices():
         return max(1, min(most, devices // recipe.vllm.tensor_parallel))
     weights = sum(file.stat().st_size for file in Path(target.path).glob("*.safetensors"))
     one = ENGINE_BYTES + weights + ((recipe.vllm.kv_cache_gb or 1) << 30)
@@ -123,7 +125,7 @@ def environment(recipe: Recipe, engines: int, number: int) -> dict[str, str]:
         "DO_NOT_TRACK": "true",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if _cuda_devices():
+    if cuda_devices():
         width = recipe.vllm.tensor_parallel
         devices = range(number * width, (number + 1) * width)
         return values | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
@@ -149,7 +151,7 @@ def run_engines(
     others are ended then, and parts handed over until then stay handed over.
     """
     numbers = sorted({job.part for job in jobs})
-    engines = engine_count(recipe, target, len(numbers))
+    engines = 1 if engine == "http" else engine_count(recipe, target, len(numbers))
     # Dealt in turn: neighbours in the data, and so long and short parts, spread evenly.
     owner = {number: i % engines for i, number in enumerate(numbers)}
     inbox = _Inbox(on_part, engines)
@@ -180,7 +182,8 @@ def run_engines(
             failed.set()
             raise
 
-    with device_lock(), ThreadPoolExecutor(engines, thread_name_prefix="engine") as threads:
+    device = nullcontext() if engine == "http" else device_lock()
+    with device, ThreadPoolExecutor(engines, thread_name_prefix="engine") as threads:
         futures = [threads.submit(work, number) for number in range(engines)]
         try:
             wait(futures)
@@ -213,7 +216,8 @@ class _Inbox:
             elif event["kind"] == "progress":
                 self._progress[number] = event
                 total = self.total()
-                logger.info("%d new tokens, %.0f/s", total.tokens, total.tokens / max(1e-9, total.work_seconds))
+                rate = total.tokens / max(1e-9, total.work_seconds)
+                logger.info("%d new tokens, %.0f/s", total.tokens, rate)
 
     def total(self) -> EngineRun:
         return EngineRun(
@@ -226,9 +230,7 @@ class _Inbox:
 
 def _read_part(event: dict[str, Any]) -> Part:
     """The event and its arrays, whose file is removed: what is on its way is held once."""
-    samples = [
-        Sample(**{**sample, "spans": [tuple(span) for span in sample["spans"]]}) for sample in event["samples"]
-    ]
+    samples = [Sample(**each) for each in event["samples"]]
     arrays: list[dict[str, np.ndarray]] = [{} for _ in samples]
     if event["arrays"]:
         file = Path(event["arrays"])
@@ -239,7 +241,7 @@ def _read_part(event: dict[str, Any]) -> Part:
     return Part(event["part"], samples, [Refused(**refused) for refused in event["refused"]], arrays)
 
 
-def _cuda_devices() -> int:
+def cuda_devices() -> int:
     import torch
 
     return torch.cuda.device_count()

@@ -35,7 +35,7 @@ class EngineOptions:
     memory.
     """
 
-    engine: str  # "vllm" | "huggingface"
+    engine: str  # "vllm" | "huggingface" | "http"
     capacity: int
     max_model_len: int
     memory_share: float
@@ -43,6 +43,7 @@ class EngineOptions:
     tensor_parallel: int
     enforce_eager: bool
     seed: int
+    servers: tuple[str, ...] = ()  # base URLs, for engine http
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class Finished:
     token_ids: list[int]
     finish_reason: str
     states: Tensor | None = field(default=None, repr=False)
+    error: str = ""  # why there is no answer; empty where there is one
 
 
 class Engine(Protocol):

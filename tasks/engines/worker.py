@@ -178,6 +178,10 @@ def start_engine(spec: WorkerSpec) -> Engine:
         from tasks.engines.huggingface import HuggingFaceEngine
 
         return HuggingFaceEngine(spec.target, spec.options, capture)
+    if spec.options.engine == "http":
+        from tasks.engines.http import HttpEngine
+
+        return HttpEngine(spec.target, spec.options)
     from tasks.engines.vllm_engine import VllmEngine
 
     return VllmEngine(spec.target, spec.options, capture, Path(spec.handover))
