@@ -44,7 +44,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, windows: Windows, *diagonals: Tensor) -> Tensor:
         out, lse = _flash_forward(_to_slots(q, windows), k, v, windows)
-        out, lse = out[windows.slots], lse[windows.slots]  # [alive, heads, d], [alive, heads] fp32
+        out, lse = _from_slots(out, windows), _from_slots(lse, windows)  # [alive, heads, d], [alive, heads]
         if diagonals:
             scores = [_row_dot(q, own) for own in diagonals[0::2]]
             merged = torch.stack([lse, *scores]).logsumexp(0)
@@ -65,7 +65,7 @@ class _Attention(torch.autograd.Function):
         windows = ctx.windows
         slotted = [_to_slots(tensor, windows) for tensor in (grad, q, out, lse)]
         grad_q, grad_k, grad_v = _flash_backward(*slotted, k, v, windows)
-        grad_q = grad_q[windows.slots]
+        grad_q = _from_slots(grad_q, windows)
         grads: list[Tensor] = []
         if diagonals:
             delta = (grad.float() * out).sum(-1)
@@ -113,7 +113,15 @@ def _to_slots(x: Tensor, windows: Windows) -> Tensor:
     """Chains' rows [alive, ...] -> their windows' slots [size, ...]. A hole's zeros pull nothing: its output
     has no gradient.
     """
-    return x.new_zeros(windows.size, *x.shape[1:]).index_copy_(0, windows.slots, x)
+    if windows.slots is None:
+        return x
+    whole = len(x) == windows.size
+    slots = x.new_empty(x.shape) if whole else x.new_zeros(windows.size, *x.shape[1:])
+    return slots.index_copy_(0, windows.slots, x)
+
+
+def _from_slots(x: Tensor, windows: Windows) -> Tensor:
+    return x if windows.slots is None else x.index_select(0, windows.slots)
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from eagle3core.fused import inverse_rms, norm_backward
+from eagle3core.fused import inverse_rms, unit_backward
 from eagle3core.losses import Loss, Rows
 from eagle3core.packing import PackedBatch
 from eagle3core.teacher import PackedTeacher
 
-LOGITS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # one chunk of fp32 logits
+LOGITS_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}  # one chunk of fp32 logits
 
 
 @dataclass(frozen=True)
@@ -110,17 +110,18 @@ class _HeadLoss(torch.autograd.Function):
         values, alpha = states.new_empty(count), states.new_empty(count)
         hits = torch.empty(count, dtype=torch.bool, device=states.device)
         weight = head.to(work.dtype)
-        grads = _Gradients.zeros(states, norm, head) if work.gradients else None
-        size = max(64, LOGITS_BYTES[states.device.type] // (4 * len(head)))
+        grads = _Gradients.of(states, norm, head) if work.gradients else None
+        size = min(count, max(64, LOGITS_BYTES[states.device.type] // (4 * len(head))))
+        buffer = weight.new_empty(size, len(head))  # one for all chunks: fresh memory costs page faults
         for chunk in work.rows.chunks(size):
             place = work.rows.state[chunk]
-            x = states[place]
-            scale = inverse_rms(x, work.eps)
-            normed = (x * scale).mul_(norm)
-            logits = (normed.to(work.dtype) @ weight.T).float()
+            unit, scale = _unit(states.index_select(0, place), work.eps)
+            normed = unit * norm
+            logits = torch.mm(normed.to(work.dtype), weight.T, out=buffer[: len(place)]).float()
             values[chunk], hits[chunk], alpha[chunk] = _row_losses(logits, work, chunk)
             if grads is not None:  # `logits` now holds the loss's gradient
-                grads.add(logits, weight, x, scale, normed, norm, place, work.weights[chunk, None])
+                pull = grads.add_head(logits, weight, normed, work.weights[chunk, None])
+                grads.add_states(pull, norm, unit, scale, place)
         if grads is not None:
             ctx.grads = grads
         ctx.mark_non_differentiable(values, hits, alpha)
@@ -131,7 +132,16 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grads = ctx.grads
         del ctx.grads  # scaled in place: a second backward would be wrong, so it finds nothing
-        return grads.states.mul_(grad), grads.norm.mul_(grad), grads.head.mul_(grad), None
+        tensors = (grads.states, grads.norm, grads.head)
+        if grad.is_cuda or grad != 1:  # the usual 1 saves a pass over the head's gradient
+            tensors = tuple(tensor.mul_(grad) for tensor in tensors)
+        return *tensors, None
+
+
+def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) [rows, H] and 1 / rms(x) [rows, 1]; `x` is overwritten."""
+    scale = inverse_rms(x, eps)
+    return x.mul_(scale), scale
 
 
 def _row_losses(logits: Tensor, work: _Work, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,32 +173,30 @@ class _Gradients:
     states: Tensor
     norm: Tensor
     head: Tensor
+    started: bool = False
 
     @classmethod
-    def zeros(cls, states: Tensor, norm: Tensor, head: Tensor) -> _Gradients:
-        return cls(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (states, norm, head)))
+    def of(cls, states: Tensor, norm: Tensor, head: Tensor) -> _Gradients:
+        return cls(torch.zeros_like(states), torch.zeros_like(norm), torch.empty_like(head))
 
-    def add(
-        self,
-        slope: Tensor,
-        weight: Tensor,
-        x: Tensor,
-        scale: Tensor,
-        normed: Tensor,
-        norm: Tensor,
-        place: Tensor,
-        row_weights: Tensor,
-    ) -> None:
-        """Take in a chunk whose loss has gradient `slope` [rows, D] with respect to its logits, before the
-        row weights.
+    def add_head(self, slope: Tensor, weight: Tensor, normed: Tensor, row_weights: Tensor) -> Tensor:
+        """Take in the head's part of a chunk whose loss has gradient `slope` [rows, D] at its logits, before
+        the row weights; returns the gradient of `normed` [rows, H], which is overwritten.
+
+        The row weights go onto the narrow factors, never over [rows, D].
         """
         slope = slope.to(weight.dtype)
-        # The row weights go onto the two narrow factors, never over [rows, D].
-        weighted = (normed * row_weights).to(weight.dtype)
+        weighted = normed.mul_(row_weights).to(weight.dtype)
         if weight.dtype == torch.float32:
-            self.head.addmm_(slope.T, weighted)
-        else:
+            self.head.addmm_(slope.T, weighted, beta=float(self.started))
+        elif self.started:
             self.head += slope.T @ weighted
-        grad, grad_norm = norm_backward((slope @ weight).float().mul_(row_weights), x, scale, norm)
-        self.states.index_copy_(0, place, grad)
-        self.norm += grad_norm
+        else:
+            self.head.copy_(slope.T @ weighted)
+        self.started = True
+        return (slope @ weight).float().mul_(row_weights)
+
+    def add_states(self, pull: Tensor, norm: Tensor, unit: Tensor, scale: Tensor, place: Tensor) -> None:
+        """Take in the norm's part: `pull` [rows, H] is the gradient of unit * norm, and is overwritten."""
+        self.norm += torch.linalg.vecdot(pull, unit, dim=0)
+        self.states.index_copy_(0, place, unit_backward(pull.mul_(norm), unit, scale))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eagle3core.attention import ttt_attention
 from eagle3core.draft import DraftLayer, Eagle3Draft
-from eagle3core.fused import norm_linear, swiglu_linear
+from eagle3core.fused import fold_norm, norm_linear, rms_norm, swiglu_linear
 from eagle3core.packing import PackedBatch
 from eagle3core.rotary import rotate
 
@@ -28,10 +28,11 @@ from eagle3core.rotary import rotate
 class LayerWeights:
     """The layer's weights as the unroll multiplies with them, in the compute dtype, made once per batch.
 
-    The attention input is [norm(embedding), norm(hidden)], so W x = W_token norm(embedding) + W_state
-    norm(hidden): the first product belongs to a token, not to a step, and is made once per row instead of
-    once per row and step. token, state: [(heads + 2 kv_heads) d, H], queries then keys then values. out: [H,
-    heads d]. gate_up: [2 I, H]. down: [H, I].
+    The attention input is [norm(embedding), norm(hidden)], so W x = W_token norm(embedding) + W_state norm(hidden):
+    the first product belongs to a token, not to a step, and is made once per row, not once per row and step.
+    The norms before the projections are folded in (`fold_norm`).
+    token, state: [(heads + 2 kv_heads) d, H], queries then keys then values. out: [H, heads d].
+    gate_up: [2 I, H]. down: [H, I].
     """
 
     token: Tensor
@@ -42,18 +43,16 @@ class LayerWeights:
 
     @classmethod
     def of(cls, layer: DraftLayer, dtype: torch.dtype) -> LayerWeights:
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = torch.cat(
-            [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-        ).to(dtype)
-        token, state = projections.chunk(2, dim=1)
-        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype)
+        attention, mlp, hidden = layer.self_attn, layer.mlp, layer.hidden_norm.weight.shape[0]
+        projections = [module.weight for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        gate_up = [mlp.gate_proj.weight, mlp.up_proj.weight]
+        joined = lambda weights, norm: torch.cat([fold_norm(weight, norm) for weight in weights]).to(dtype)
         return cls(
-            token.contiguous(),
-            state.contiguous(),
-            attention.o_proj.weight.to(dtype),
-            gate_up,
-            mlp.down_proj.weight.to(dtype),
+            token=joined([weight[:, :hidden] for weight in projections], layer.input_layernorm),
+            state=joined([weight[:, hidden:] for weight in projections], layer.hidden_norm),
+            out=attention.o_proj.weight.to(dtype),
+            gate_up=joined(gate_up, layer.post_attention_layernorm),
+            down=mlp.down_proj.weight.to(dtype),
         )
 
 
@@ -66,21 +65,19 @@ def project(
     Returns the first `turned` heads, which RoPE turns (queries, keys, or both), and the rest, the values:
     [rows, heads, d] each. cos, sin: [rows, 1, d / 2].
     """
-    norm = layer.hidden_norm
-    heads = (norm_linear(hidden, norm.weight, norm.eps, weight) + tokens).unflatten(
-        1, (-1, layer.self_attn.head_dim)
-    )
+    heads = norm_linear(hidden, layer.hidden_norm.eps, weight) + tokens
+    heads = heads.unflatten(1, (-1, layer.self_attn.head_dim))
     # A copy, not a view, of the values: a view would keep all of `heads` in memory until backward.
     return rotate(heads[:, :turned], cos, sin), heads[:, turned:].contiguous()
 
 
 def finish(layer: DraftLayer, weights: LayerWeights, attended: Tensor, hidden: Tensor) -> Tensor:
-    """Attention's output [rows, heads, d] and the residual [rows, H] -> the layer's un-normed output [rows,
-    H] fp32.
+    """Attention's output [rows, heads, d] and the residual [rows, H] -> the layer's un-normed output
+    [rows, H] fp32.
     """
-    norm = layer.post_attention_layernorm
     hidden = hidden + F.linear(attended.flatten(1), weights.out)
-    return hidden + swiglu_linear(norm_linear(hidden, norm.weight, norm.eps, weights.gate_up), weights.down)
+    gate_up = norm_linear(hidden, layer.post_attention_layernorm.eps, weights.gate_up)
+    return hidden + swiglu_linear(gate_up, weights.down)
 
 
 @dataclass(frozen=True)
@@ -115,26 +112,28 @@ class Unroll:
         keys, values = self.project(
             layer, weights.state[width:], hidden, tokens[:, width:], cos, sin, kv_heads
         )
-        hidden = hidden[batch.chains]
+        hidden = hidden.index_select(0, batch.chains)
         diagonals: list[tuple[Tensor, Tensor]] = []
         outputs: list[Tensor] = []
         for number, step in enumerate(batch.steps):
             if not step.alive:
                 break
             hidden, rows = hidden[: step.alive], batch.input_rows(number)
-            if number == 0:
+            own, angles = tokens.index_select(0, rows), (cos[rows], sin[rows])
+            if number == 0:  # keys and values are there already, for every row
                 queries, _ = self.project(
-                    layer, weights.state[:width], hidden, tokens[rows, :width], cos[rows], sin[rows], heads
+                    layer, weights.state[:width], hidden, own[:, :width], *angles, heads
                 )
             else:
                 turned, own_values = self.project(
-                    layer, weights.state, hidden, tokens[rows], cos[rows], sin[rows], heads + kv_heads
+                    layer, weights.state, hidden, own, *angles, heads + kv_heads
                 )
                 queries, own_keys = turned.split([heads, kv_heads], dim=1)
                 diagonals.append((own_keys, own_values))
             attended = ttt_attention(queries, keys, values, step.windows, diagonals)
             outputs.append(self._finish(layer, weights, attended, hidden))
-            hidden = draft.feedback(outputs[-1])
+            # `draft.feedback`, remembering less
+            hidden = rms_norm(outputs[-1], draft.norm) if draft.config.norm_output else outputs[-1]
         return outputs
 
     def _fuse(self, draft: Eagle3Draft, features: Tensor) -> Tensor:
@@ -143,7 +142,7 @@ class Unroll:
 
     def _token_part(self, draft: Eagle3Draft, weights: LayerWeights, tokens: Tensor) -> Tensor:
         norm = draft.midlayer.input_layernorm
-        return norm_linear(draft.embed_tokens(tokens), norm.weight, norm.eps, weights.token)
+        return norm_linear(draft.embed_tokens(tokens), norm.eps, weights.token)
 
     def _finish(self, layer: DraftLayer, weights: LayerWeights, attended: Tensor, hidden: Tensor) -> Tensor:
         if self.recompute and torch.is_grad_enabled():

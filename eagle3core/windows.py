@@ -44,18 +44,20 @@ class Varlen:
 
 @dataclass(frozen=True)
 class Windows:
-    """spans: the windows, slots side by side. slots: [alive] int64, where each chain's query lies among
-    `size` slots.
+    """spans: the windows, their slots side by side.
+
+    slots: [alive] int64, where each chain's query lies among `size` slots; None where each lies at its own place.
     """
 
     spans: tuple[Window, ...]
-    slots: Tensor
+    slots: Tensor | None
     size: int
     varlen: Varlen | None = None
 
     def to(self, device: torch.device) -> Windows:
         varlen = _varlen(self.spans, device) if device.type == "cuda" else None
-        return replace(self, slots=self.slots.to(device, non_blocking=True), varlen=varlen)
+        slots = None if self.slots is None else self.slots.to(device, non_blocking=True)
+        return replace(self, slots=slots, varlen=varlen)
 
 
 def find_windows(chains: Tensor, starts: Tensor, document: Tensor) -> Windows:
@@ -63,7 +65,7 @@ def find_windows(chains: Tensor, starts: Tensor, document: Tensor) -> Windows:
     row's document.
     """
     if not len(chains):
-        return Windows((), chains, 0)
+        return Windows((), None, 0)
     rows, order = chains.sort()
     new = torch.ones(len(rows), dtype=torch.bool)
     new[1:] = (rows.diff() > LARGEST_HOLE) | (document[rows[1:]] != document[rows[:-1]])
@@ -76,7 +78,9 @@ def find_windows(chains: Tensor, starts: Tensor, document: Tensor) -> Windows:
     slots[order] = rows - first[window] + slot[window]
     columns = (starts[document[first]], first, stop, slot[:-1])
     spans = tuple(Window(*values) for values in zip(*(c.tolist() for c in columns), strict=True))
-    return Windows(spans, slots, int(slot[-1]))
+    size = int(slot[-1])
+    in_place = torch.equal(slots, torch.arange(size))
+    return Windows(spans, None if in_place else slots, size)
 
 
 def _varlen(spans: tuple[Window, ...], device: torch.device) -> Varlen | None:
