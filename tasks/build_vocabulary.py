@@ -1,7 +1,7 @@
 """The draft vocabulary: which target tokens the draft can propose.
 
-In: responses. Out: a vocabulary artifact, one row per draft id (target id, count, cumulative share). Counted over the
-supervised response tokens of the train split alone, so that held-out text cannot leak into the map.
+In: responses. Out: a vocabulary artifact, one row per draft id (target id, count, cumulative share). Counted
+over the supervised response tokens of the train split alone, so that held-out text cannot leak into the map.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ TOKENS_PER_SECOND = 20e6
 class DraftVocabulary:
     """The map between draft and target ids.
 
-    target_ids: [D] int64, strictly ascending; draft id i stands for target_ids[i]. counts: [D] int64, supervised
-    occurrences. cumulative_share: [D] float64, share of all supervised tokens that are this token or a more frequent
-    one. distinct: how many different tokens were seen. filled: how many ids are in the map without having been seen.
+    target_ids: [D] int64, strictly ascending; draft id i stands for target_ids[i]. counts: [D] int64,
+    supervised occurrences. cumulative_share: [D] float64, share of all supervised tokens that are this token
+    or a more frequent one. distinct: how many different tokens were seen. filled: how many ids are in the map
+    without having been seen.
     """
 
     target_ids: np.ndarray
@@ -53,7 +54,8 @@ class DraftVocabulary:
 
 
 def choose(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> DraftVocabulary:
-    """The `size` most frequent ids of `counts` [V]; `always` first, ties by lower id, unseen ids filled from the lowest.
+    """The `size` most frequent ids of `counts` [V]; `always` first, ties by lower id, unseen ids filled from
+    the lowest.
 
     `size` at or above V keeps every id (the identity map). Raises ValueError where `always` does not fit.
     """
@@ -61,7 +63,10 @@ def choose(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> DraftVo
     size = min(size, vocab_size)
     always = sorted({int(token) for token in always if 0 <= token < vocab_size})
     if len(always) > size:
-        raise ValueError(f"{len(always)} special tokens do not fit into a draft vocabulary of {size}: raise vocabulary.size")
+        raise ValueError(
+            f"{len(always)} special tokens do not fit into a draft vocabulary of {size}: "
+            "raise vocabulary.size"
+        )
     wanted = counts.astype(np.int64).copy()
     wanted[always] = np.iinfo(np.int64).max
     ids = np.arange(vocab_size)
@@ -105,14 +110,18 @@ def _supervised_tokens(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
         file = pq.ParquetFile(part)
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=["split", "token_ids", "spans"])
-            for split, token_ids, spans in zip(*(table[name] for name in ("split", "token_ids", "spans")), strict=True):
+            for split, token_ids, spans in zip(
+                *(table[name] for name in ("split", "token_ids", "spans")), strict=True
+            ):
                 tokens = np.asarray(token_ids.values.to_numpy(zero_copy_only=False), dtype=np.int64)
                 pieces = [tokens[span["start"] : span["end"]] for span in spans.as_py()]
                 yield split.as_py(), np.concatenate(pieces) if pieces else tokens[:0]
 
 
 def special_tokens(target: TargetInfo) -> list[int]:
-    """Ids that end or frame a turn: the target's end-of-sequence ids and its tokenizer's named special tokens."""
+    """Ids that end or frame a turn: the target's end-of-sequence ids and its tokenizer's named special
+    tokens.
+    """
     from transformers import AutoTokenizer  # seconds to import, and only this stage's run needs it
 
     tokenizer = AutoTokenizer.from_pretrained(target.path)
@@ -153,7 +162,9 @@ def _build(writer: ArtifactWriter, work: Plan, target: TargetInfo, responses: Pa
     counts = count_supervised(responses, target.vocab_size)
     train = counts.get("train")
     if train is None or not train.any():
-        raise ValueError("the responses hold no supervised token in the train split: nothing to build a vocabulary from")
+        raise ValueError(
+            "the responses hold no supervised token in the train split: nothing to build a vocabulary from"
+        )
     vocabulary = choose(train, work.parameters["size"], special_tokens(target))
     table = pa.table(
         {
@@ -176,7 +187,8 @@ def _build(writer: ArtifactWriter, work: Plan, target: TargetInfo, responses: Pa
         "coverage_heldout": None if heldout is None else coverage(heldout, vocabulary.target_ids),
     }
     log.info(
-        "draft vocabulary: %d of %d ids, %d distinct tokens seen in %d, %.2f %% of train and %s of held-out tokens covered",
+        "draft vocabulary: %d of %d ids, %d distinct tokens seen in %d, "
+        "%.2f %% of train and %s of held-out tokens covered",
         vocabulary.size,
         target.vocab_size,
         vocabulary.distinct,
@@ -185,7 +197,10 @@ def _build(writer: ArtifactWriter, work: Plan, target: TargetInfo, responses: Pa
         "none" if heldout is None else f"{100 * summary['coverage_heldout']:.2f} %",
     )
     if vocabulary.filled:
-        log.info("%d ids were never seen in training text and fill the map from the lowest id up", vocabulary.filled)
+        log.info(
+            "%d ids were never seen in training text and fill the map from the lowest id up",
+            vocabulary.filled,
+        )
     return summary
 
 

@@ -1,7 +1,7 @@
 """From the feature store's rows to what the trainer and the evaluator are fed.
 
-In: a `FeatureReader` (numpy, raw bytes). Out: `Document`s of torch tensors that share the reader's memory, and a
-`DocumentSource` over a choice of rows. The only place where a stored bfloat16 becomes one of torch's.
+In: a `FeatureReader` (numpy, raw bytes). Out: `Document`s of torch tensors that share the reader's memory,
+and a `DocumentSource` over a choice of rows. The only place where a stored bfloat16 becomes one of torch's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ VALIDATION_FROM = 16  # conversations; fewer are all needed for training
 
 @dataclass(frozen=True)
 class HeldoutDocument:
-    """A held-out answer with what its acceptance is reported by. `prompt_id` is shared by answers to one prompt."""
+    """A held-out answer with what its acceptance is reported by. `prompt_id` is shared by answers to one
+    prompt.
+    """
 
     document: Document
     prompt_id: str
@@ -36,8 +38,8 @@ class HeldoutDocument:
 class Split:
     """Row numbers of a reader: what is trained on, and what chooses the best checkpoint.
 
-    `validation` is taken from the train split, whole conversations at a time, so that the held-out answers that the
-    report is about have had no say in anything.
+    `validation` is taken from the train split, whole conversations at a time, so that the held-out answers
+    that the report is about have had no say in anything.
     """
 
     train: tuple[int, ...]
@@ -76,9 +78,11 @@ def to_document(sample: FeatureSample) -> Document:
 
 
 def as_tensor(raw: np.ndarray) -> Tensor:
-    """A stored array as a tensor over the same memory; uint16 holds bfloat16 bits, for which numpy has no type.
+    """A stored array as a tensor over the same memory; uint16 holds bfloat16 bits, for which numpy has no
+    type.
 
-    Stored rows are mapped read-only: nothing may write into the tensor. (DLPack takes such arrays without complaint.)
+    Stored rows are mapped read-only: nothing may write into the tensor. (DLPack takes such arrays without
+    complaint.)
     """
     if raw.dtype == np.uint16:
         return torch.from_dlpack(raw.view(np.int16)).view(torch.bfloat16)
@@ -89,7 +93,9 @@ def _teacher(sample: FeatureSample) -> Teacher:
     if sample.teacher_hidden is not None:
         return HiddenTeacher(as_tensor(sample.teacher_hidden))
     if sample.teacher_ids is None or sample.teacher_log_probs is None or sample.teacher_rest is None:
-        raise ValueError(f"features of {sample.id} hold no teacher: neither top-k log-probabilities nor a hidden state")
+        raise ValueError(
+            f"features of {sample.id} hold no teacher: neither top-k log-probabilities nor a hidden state"
+        )
     return TopKTeacher(
         torch.from_numpy(sample.teacher_ids.astype(np.int64)),
         torch.from_numpy(sample.teacher_log_probs.astype(np.float32)),
@@ -144,6 +150,8 @@ def heldout_documents(reader: FeatureReader, temperature: float) -> list[Heldout
     samples = (reader.read(row) for _, row in rows)
     return [
         # Sets without categories of their own are told apart by their source.
-        HeldoutDocument(to_document(sample), sample.conversation_id, sample.category or sample.source, temperature)
+        HeldoutDocument(
+            to_document(sample), sample.conversation_id, sample.category or sample.source, temperature
+        )
         for sample in samples
     ]

@@ -1,7 +1,7 @@
 """The stage that says how often a draft is accepted, per draft position, on answers it was never trained on.
 
-In: a draft and the features. Out: an acceptance artifact: rows.parquet, summary.json (an `Evaluation`), examples.json,
-curves.svg and curves.png. The work is `tasks.evaluate_worker`'s, in a process of its own.
+In: a draft and the features. Out: an acceptance artifact: rows.parquet, summary.json (an `Evaluation`),
+examples.json, curves.svg and curves.png. The work is `tasks.evaluate_worker`'s, in a process of its own.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def _evaluate(writer: ArtifactWriter, spec: EvaluationSpec) -> dict[str, Any]:
     if warning:
         log.warning("this draft's figures cannot be trusted: %s", warning)
     headlines = {f"{figures.temperature:g}": _headline(figures) for figures in evaluation.figures}
-    return without_nan({"chain_length": evaluation.chain_length, "suspicious": warning, "temperatures": headlines})
+    return without_nan(
+        {"chain_length": evaluation.chain_length, "suspicious": warning, "temperatures": headlines}
+    )
 
 
 def _headline(figures: TemperatureFigures) -> dict[str, Any]:
@@ -110,7 +112,9 @@ def _headline(figures: TemperatureFigures) -> dict[str, Any]:
 
 
 def _say(event: dict[str, Any]) -> None:
-    log.info("T = %g: tau %.2f walked, %d held-out answers", event["temperature"], event["tau"], event["answers"])
+    log.info(
+        "T = %g: tau %.2f walked, %d held-out answers", event["temperature"], event["tau"], event["answers"]
+    )
 
 
 evaluate_draft = stage_task(STAGE, plan, run, estimate)

@@ -1,7 +1,7 @@
 """The evaluation itself, in a process of its own: how often the held-out answers would have been accepted.
 
-In: `spec.json` (an `EvaluationSpec`). Out: in the spec's folder `rows.parquet` (one row an anchor and one a walked round),
-`summary.json` (an `Evaluation`), `examples.json`. Started by `tasks.evaluate_draft`.
+In: `spec.json` (an `EvaluationSpec`). Out: in the spec's folder `rows.parquet` (one row an anchor and one a
+walked round), `summary.json` (an `Evaluation`), `examples.json`. Started by `tasks.evaluate_draft`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def evaluate(spec: EvaluationSpec) -> Evaluation:
         documents += heldout
         emit({"event": "temperature", "temperature": temperature, "tau": tau, "answers": len(heldout)})
         log.info("T = %g: %d answers in %.1f s", temperature, len(heldout), time.monotonic() - started)
-    evaluation = Evaluation(target.model, spec.chain_length, tuple(figures), tuple(coverage(documents, draft)))
+    evaluation = Evaluation(
+        target.model, spec.chain_length, tuple(figures), tuple(coverage(documents, draft))
+    )
     out = PartFolder(Path(spec.folder))
     out.write_table(ROWS, pa.concat_tables(tables))
     out.write_json(SUMMARY, evaluation.to_dict())
@@ -116,7 +118,9 @@ def _figures(
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether a text ends in a phrase of at most LOOP_LONGEST tokens that comes LOOP_REPEATS times in a row."""
+    """Whether a text ends in a phrase of at most LOOP_LONGEST tokens that comes LOOP_REPEATS times in a
+    row.
+    """
     for period in range(1, LOOP_LONGEST + 1):
         # A short phrase must fill as many tokens as a long one: "ha ha ha ha" alone is no runaway.
         needed = max(period * LOOP_REPEATS, LOOP_LONGEST)
@@ -162,7 +166,9 @@ def _decoder(target: TargetInfo) -> Callable[[Sequence[int]], str]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=target.trust_remote_code)
-    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return lambda tokens: tokenizer.decode(
+        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 def _examples(
@@ -171,7 +177,9 @@ def _examples(
     walk: Callable[[Sequence[HeldoutDocument]], Rounds],
     decode: Callable[[Sequence[int]], str],
 ) -> list[Example]:
-    """Of some answers those whose own tau lies nearest the set's: what is shown is typical and not the best."""
+    """Of some answers those whose own tau lies nearest the set's: what is shown is typical and not the
+    best.
+    """
     examples = []
     for item in heldout[:EXAMPLE_CANDIDATES]:
         supervised = item.document.supervised

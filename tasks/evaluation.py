@@ -1,6 +1,8 @@
-"""What an evaluation found, as typed values that travel as JSON: written by the evaluator, read by report and card.
+"""What an evaluation found, as typed values that travel as JSON: written by the evaluator, read by report and
+card.
 
-In: `AcceptanceSummary`s by temperature, category and length. Out: `summary.json` of an acceptance artifact, and back.
+In: `AcceptanceSummary`s by temperature, category and length. Out: `summary.json` of an acceptance artifact,
+and back.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ TOO_BAD = 0.01  # survival at position 1 below this: less than always guessing a
 class TemperatureFigures:
     """Acceptance on the held-out answers of one temperature, greedy drafts of the evaluation's length.
 
-    anchor: every row of a response that could begin a chain counts alike. walk: only the rounds that a server would
-    really run. sampled: drafts sampled from the draft's own distribution instead, per anchor; None at temperature 0.
-    categories, contexts, outputs: the walk, split by the prompt's category, the tokens known at the round's
-    start, the length of the answer. responses and looping: answers, and those that repeat themselves without end.
+    anchor: every row of a response that could begin a chain counts alike. walk: only the rounds that a server
+    would really run. sampled: drafts sampled from the draft's own distribution instead, per anchor; None at
+    temperature 0. categories, contexts, outputs: the walk, split by the prompt's category, the tokens known
+    at the round's start, the length of the answer. responses and looping: answers, and those that repeat
+    themselves without end.
     """
 
     temperature: float
@@ -64,7 +67,9 @@ class Evaluation:
     coverage: tuple[Coverage, ...]
 
     def at(self, temperature: float) -> TemperatureFigures | None:
-        return next((figures for figures in self.figures if math.isclose(figures.temperature, temperature)), None)
+        return next(
+            (figures for figures in self.figures if math.isclose(figures.temperature, temperature)), None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return without_nan(asdict(self))
@@ -87,8 +92,8 @@ class Evaluation:
 def suspicion(evaluation: Evaluation) -> str | None:
     """Why the figures cannot be those of an honest, working draft; None where they can.
 
-    A head that the server fell back from, a leak of the label, or a wrong mask gives acceptance 1.0 everywhere; a
-    layer id or RoPE base lost on the way gives next to nothing.
+    A head that the server fell back from, a leak of the label, or a wrong mask gives acceptance 1.0
+    everywhere; a layer id or RoPE base lost on the way gives next to nothing.
     """
     for figures in evaluation.figures:
         survival = [rate.value for rate in figures.walk.survival if rate.denominator]
@@ -96,16 +101,24 @@ def suspicion(evaluation: Evaluation) -> str | None:
         if not survival:
             return f"not one round could be walked {where}: the held-out answers are empty or too short"
         if min(survival) > TOO_GOOD:
-            return f"acceptance is {min(survival):.3f} or more at every position {where}: the label leaks into the draft"
+            return (
+                f"acceptance is {min(survival):.3f} or more at every position {where}: "
+                "the label leaks into the draft"
+            )
         if survival[0] < TOO_BAD:
-            return f"position 1 is accepted {survival[0]:.2%} of the time {where}: layer ids, RoPE or vocabulary map are wrong"
+            return (
+                f"position 1 is accepted {survival[0]:.2%} of the time {where}: "
+                "layer ids, RoPE or vocabulary map are wrong"
+            )
     return None
 
 
 def summary_from_dict(values: Mapping[str, Any]) -> AcceptanceSummary:
     """The inverse of `AcceptanceSummary.to_dict`."""
     rates = {name: rate_from_dict(values[name]) for name in ("flat", "tau_micro", "tau_macro")}
-    positions = {name: tuple(rate_from_dict(item) for item in values[name]) for name in ("survival", "conditional")}
+    positions = {
+        name: tuple(rate_from_dict(item) for item in values[name]) for name in ("survival", "conditional")
+    }
     return AcceptanceSummary(**{**values, **rates, **positions})
 
 

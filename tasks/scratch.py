@@ -1,7 +1,7 @@
 """Where a worker's spec, log and events lie while its stage runs.
 
-In: an artifact's folder being written. Out: a folder inside it that is gone once the stage succeeded, and kept, with
-the log in it, where the stage failed.
+In: an artifact's folder being written. Out: a folder inside it that is gone once the stage succeeded, and
+kept, with the log in it, where the stage failed.
 """
 
 from __future__ import annotations

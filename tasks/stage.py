@@ -61,8 +61,8 @@ def run_plan(
 ) -> ArtifactRef:
     """The plan's artifact: the one that is there, or the one that `work` writes.
 
-    `work` gets the writer, with the parts that a killed run left, and returns the manifest's summary; `seconds`,
-    what this run of it took, is added (after a kill the last run's).
+    `work` gets the writer, with the parts that a killed run left, and returns the manifest's summary;
+    `seconds`, what this run of it took, is added (after a kill the last run's).
     """
     if found := plan.find(store):
         return found

@@ -1,7 +1,7 @@
 """The three tensors of the target that a draft needs: embedding, head, final norm.
 
-In: the target's Hugging Face folder (one safetensors file, or shards with an index). Out: `TargetWeights`; nothing else
-of the model is read.
+In: the target's Hugging Face folder (one safetensors file, or shards with an index). Out: `TargetWeights`;
+nothing else of the model is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ EMBEDDING, NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """embedding: [V, H] fp32. head: [V, H] fp32, the embedding itself where the two are tied. norm: [H] fp32."""
+    """embedding: [V, H] fp32. head: [V, H] fp32, the embedding itself where the two are tied. norm: [H]
+    fp32.
+    """
 
     embedding: Tensor
     head: Tensor
@@ -31,11 +33,15 @@ def read_target_weights(folder: Path) -> TargetWeights:
     files = _tensor_files(folder)
     found = sorted((name for name in files if name.endswith(EMBEDDING)), key=len)
     if not found:
-        raise ValueError(f"{folder}: no tensor named ...{EMBEDDING}: not a decoder that a draft can be made for")
+        raise ValueError(
+            f"{folder}: no tensor named ...{EMBEDDING}: not a decoder that a draft can be made for"
+        )
     # The language model's own prefix: "model.", or deeper in models that also see.
     prefix = found[0].removesuffix(EMBEDDING)
     if prefix + NORM not in files:
-        raise ValueError(f"{folder}: no tensor named {prefix + NORM}: the draft starts from the target's final norm")
+        raise ValueError(
+            f"{folder}: no tensor named {prefix + NORM}: the draft starts from the target's final norm"
+        )
     heads = [name for name in files if name.endswith(HEAD)]
     embedding = _read(folder, files, found[0])
     head = _read(folder, files, heads[0]) if heads else embedding

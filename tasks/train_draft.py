@@ -1,8 +1,9 @@
 """The stage that trains a draft.
 
-In: features and a vocabulary. Out: a draft artifact: draft/ (model.safetensors and config.json as servers load them) and
-training/ (metrics.jsonl, best/, checkpoint/). The work is `tasks.train_worker`'s, in a process of its own, one for each
-GPU. A killed run leaves its checkpoints in the artifact's partial folder; the next run goes on from the newest.
+In: features and a vocabulary. Out: a draft artifact: draft/ (model.safetensors and config.json as servers
+load them) and training/ (metrics.jsonl, best/, checkpoint/). The work is `tasks.train_worker`'s, in a process
+of its own, one for each GPU. A killed run leaves its checkpoints in the artifact's partial folder; the next
+run goes on from the newest.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ SAY_EVERY = 15.0  # seconds between two progress lines
 # What a change of these leaves as it is: how fast, how often saved, never what is learnt.
 NO_RESULT = {"threads", "checkpoint_every"}
 
-# Multiply-adds per second of a training step, measured: 2 cores at 40e9 each with SmolLM2's draft; a data-centre GPU in
-# bf16 at the 8B shape.
+# Multiply-adds per second of a training step, measured: 2 cores at 40e9 each with SmolLM2's draft; a
+# data-centre GPU in bf16 at the 8B shape.
 CPU_RATE, GPU_RATE = 40e9, 2e14
 START_SECONDS = 20.0
 
@@ -43,7 +44,8 @@ START_SECONDS = 20.0
 class TrainingSpec:
     """What the worker is told; JSON-able.
 
-    draft, training: the recipe's sections. chain_length: the best checkpoint is chosen by the tau of such chains.
+    draft, training: the recipe's sections. chain_length: the best checkpoint is chosen by the tau of such
+    chains.
     """
 
     target: dict[str, Any]
@@ -72,7 +74,9 @@ def plan(recipe: Recipe, target: TargetInfo, features: ArtifactRef, vocabulary: 
 def estimate(
     recipe: Recipe, target: TargetInfo, store: ArtifactStore, features: ArtifactRef, vocabulary: ArtifactRef
 ) -> float:
-    """Seconds, from the supervised tokens, the draft's size and the device's rate; `max_cpu_minutes` caps it."""
+    """Seconds, from the supervised tokens, the draft's size and the device's rate; `max_cpu_minutes` caps
+    it.
+    """
     import torch
 
     training = recipe.training
@@ -120,11 +124,21 @@ def _train(writer: ArtifactWriter, spec: TrainingSpec, recipe: str) -> dict[str,
         log.info("going on from the checkpoint of an earlier run")
     progress = _Progress()
     with device_lock(), scratch(writer.folder) as place:
-        run_worker("tasks.train_worker", {**spec.to_dict(), "folder": str(folder)}, folder=place, on_event=progress)
+        run_worker(
+            "tasks.train_worker", {**spec.to_dict(), "folder": str(folder)}, folder=place, on_event=progress
+        )
     result = progress.result
     shutil.copytree(Path(result["best"]), writer.folder / DRAFT_FOLDER, dirs_exist_ok=True)
-    log.info("best checkpoint: step %d of %d, validation tau %.3f", result["best_step"], result["steps"], result["best_tau"])
-    return {"recipe": recipe, **{name: value for name, value in result.items() if name not in ("kind", "best")}}
+    log.info(
+        "best checkpoint: step %d of %d, validation tau %.3f",
+        result["best_step"],
+        result["steps"],
+        result["best_tau"],
+    )
+    return {
+        "recipe": recipe,
+        **{name: value for name, value in result.items() if name not in ("kind", "best")},
+    }
 
 
 class _Progress:
@@ -153,7 +167,11 @@ class _Progress:
         first, since = self._first or (event["step"], now)
         done, total = event["step"], event["total_steps"]
         bar = "#" * round(20 * done / total)
-        left = "" if done == first else f", about {duration((total - done) * (now - since) / (done - first))} left"
+        left = (
+            ""
+            if done == first
+            else f", about {duration((total - done) * (now - since) / (done - first))} left"
+        )
         log.info("[%-20s] step %d of %d, loss %.3f%s", bar, done, total, event["loss"], left)
 
 

@@ -1,7 +1,8 @@
-"""Training in a process of its own, or in one for each GPU: the stored features become `eagle3core`'s trainer's input.
+"""Training in a process of its own, or in one for each GPU: the stored features become `eagle3core`'s
+trainer's input.
 
-In: `spec.json` (a `TrainingSpec`). Out: in the spec's folder best/, checkpoint/ and metrics.jsonl, and events for the
-parent. Started by `tasks.train_draft`; a run that finds a checkpoint in its folder goes on from it.
+In: `spec.json` (a `TrainingSpec`). Out: in the spec's folder best/, checkpoint/ and metrics.jsonl, and events
+for the parent. Started by `tasks.train_draft`; a run that finds a checkpoint in its folder goes on from it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ def main(path: str) -> None:
     gpus = torch.cuda.device_count()
     if gpus > 1 and "RANK" not in os.environ:
         # The same process becomes torchrun, so that the parent's hold on it (session, death signal) stays.
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m", "tasks.train_worker"]
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={gpus}",
+            "-m",
+            "tasks.train_worker",
+        ]
         os.execv(sys.executable, [sys.executable, *launcher, path])
     spec = TrainingSpec(**json.loads(Path(path).read_text()))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -52,8 +60,8 @@ def main(path: str) -> None:
 
 
 def train(spec: TrainingSpec, device: torch.device) -> None:
-    """Train to the end. Raises CheckpointError where the folder holds another run's checkpoint, ValueError for data
-    that cannot be trained on."""
+    """Train to the end. Raises CheckpointError where the folder holds another run's checkpoint, ValueError
+    for data that cannot be trained on."""
     config = TrainingConfig.from_mapping(spec.training)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     torch.manual_seed(config.seed)
@@ -94,15 +102,19 @@ def train(spec: TrainingSpec, device: torch.device) -> None:
         )
 
 
-def build_draft(spec: TrainingSpec, target: TargetInfo, reader: FeatureReader, weights: TargetWeights) -> Eagle3Draft:
-    """The draft as it starts: of the target's shape, over the vocabulary, from the target's rows where that is wanted.
+def build_draft(
+    spec: TrainingSpec, target: TargetInfo, reader: FeatureReader, weights: TargetWeights
+) -> Eagle3Draft:
+    """The draft as it starts: of the target's shape, over the vocabulary, from the target's rows where that
+    is wanted.
 
     Raises ValueError where features or vocabulary belong to another target.
     """
     vocabulary = torch.from_numpy(read_vocabulary(Path(spec.vocabulary)))
     if reader.spec.target_fingerprint != target.fingerprint:
         raise ValueError(
-            f"the features are of target {reader.spec.target_fingerprint}, this one is {target.fingerprint}: extract again"
+            f"the features are of target {reader.spec.target_fingerprint}, this one is "
+            f"{target.fingerprint}: extract again"
         )
     config = DraftConfig.from_target(
         target.config.get("text_config", target.config),

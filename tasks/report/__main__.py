@@ -17,10 +17,16 @@ from tasks.report.page import render
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tasks.report", description="One draft's report, or several compared.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.report", description="One draft's report, or several compared."
+    )
     parser.add_argument("store", help="the artifact store: a folder or an object-store URL")
-    parser.add_argument("drafts", nargs="*", help="fingerprints of drafts, or their beginnings; none: list what is there")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the file to write (default: %(default)s)")
+    parser.add_argument(
+        "drafts", nargs="*", help="fingerprints of drafts, or their beginnings; none: list what is there"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="the file to write (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     store = ArtifactStore(options.store)
     try:
@@ -37,7 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def find_report(store: ArtifactStore, name: str) -> DraftReport:
-    """The report of the draft whose fingerprint begins with `name`. Raises ValueError where it is not one draft."""
+    """The report of the draft whose fingerprint begins with `name`. Raises ValueError where it is not one
+    draft.
+    """
     found = [ref for ref in store.list("draft") if ref.fingerprint.startswith(name)]
     if len(found) != 1:
         there = "several drafts begin" if found else "no draft begins"
@@ -57,7 +65,9 @@ def made_of(store: ArtifactStore, kind: str, draft: ArtifactRef) -> ArtifactRef 
 
 def listing(store: ArtifactStore) -> str:
     """Every draft, newest first: fingerprint, recipe, validation tau."""
-    manifests = sorted((store.manifest(ref) for ref in store.list("draft")), key=lambda m: m.created, reverse=True)
+    manifests = sorted(
+        (store.manifest(ref) for ref in store.list("draft")), key=lambda m: m.created, reverse=True
+    )
     lines = [f"{m.fingerprint}  {m.created[:16]}  {m.summary.get('recipe', '')}" for m in manifests]
     return "\n".join(lines) or "no draft at all"
 

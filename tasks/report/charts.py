@@ -1,6 +1,7 @@
 """Line charts as inline SVG, coloured by the page's own CSS variables so that they follow light and dark.
 
-In: named series of points with optional intervals. Out: one `<svg>` string; nothing is fetched, nothing is scripted.
+In: named series of points with optional intervals. Out: one `<svg>` string; nothing is fetched, nothing is
+scripted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `colour` is 1..6, the page's --series-N; `dashed` marks a line that others measured or another mode."""
+    """One line. `colour` is 1..6, the page's --series-N; `dashed` marks a line that others measured or
+    another mode.
+    """
 
     name: str
     points: Sequence[Point]
@@ -68,7 +71,8 @@ def key(series: Sequence[Series]) -> str:
     for line in series:
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
         items.append(
-            f'<span><svg width="26" height="8" aria-hidden="true"><line x1="1" x2="25" y1="4" y2="4" stroke-width="2.4" '
+            '<span><svg width="26" height="8" aria-hidden="true">'
+            '<line x1="1" x2="25" y1="4" y2="4" stroke-width="2.4" '
             f'style="stroke:var(--series-{line.colour})"{dash}/></svg>{escape(line.name)}</span>'
         )
     return f'<p class="legend">{"".join(items)}</p>'
@@ -93,7 +97,11 @@ class _Frame:
 
     def py(self, y: float) -> float:
         low, high = self.y
-        return self.height - self.bottom - (y - low) / max(high - low, 1e-12) * (self.height - self.top - self.bottom)
+        return (
+            self.height
+            - self.bottom
+            - (y - low) / max(high - low, 1e-12) * (self.height - self.top - self.bottom)
+        )
 
 
 def line_chart(
@@ -118,7 +126,8 @@ def line_chart(
     y_low, y_high = _range(y, ys, whole_ticks=True)
     frame = _Frame(width, height, 56, 16, 14, 42, (x_low, x_high), (y_low, y_high))
     parts = [
-        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title, quote=True)}">',
+        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">',
         *_axes(frame, x, y),
         *(_line(frame, line) for line in series),
     ]
@@ -145,19 +154,23 @@ def _axes(frame: _Frame, x: Axis, y: Axis) -> list[str]:
     for tick in y.ticks if y.ticks is not None else round_ticks(*frame.y):
         at = frame.py(tick)
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{end}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" x="{frame.left - 8}" y="{at + 4:.1f}" text-anchor="end">{escape(y.format(tick))}</text>')
+        parts.append(_text("tick", frame.left - 8, at + 4, y.format(tick), anchor="end"))
     for tick in x.ticks if x.ticks is not None else round_ticks(*frame.x):
         at = frame.px(tick)
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{base + 18}" text-anchor="middle">{escape(x.format(tick))}</text>')
+        parts.append(_text("tick", at, base + 18, x.format(tick)))
     parts.append(f'<line class="axis" x1="{frame.left}" x2="{end}" y1="{base}" y2="{base}"/>')
     middle = (frame.left + end) / 2
-    parts.append(f'<text class="label" x="{middle:.1f}" y="{frame.height - 6}" text-anchor="middle">{escape(x.label)}</text>')
+    parts.append(_text("label", middle, frame.height - 6, x.label))
     across = (frame.top + base) / 2
     parts.append(
         f'<text class="label" x="13" y="{across:.1f}" text-anchor="middle" '
         f'transform="rotate(-90 13 {across:.1f})">{escape(y.label)}</text>'
     )
     return parts
+
+
+def _text(name: str, x: float, y: float, content: str, anchor: str = "middle") -> str:
+    return f'<text class="{name}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
 def _line(frame: _Frame, line: Series) -> str:
@@ -175,7 +188,8 @@ def _line(frame: _Frame, line: Series) -> str:
         for p in line.points:
             note = p.note or f"{line.name}: {p.y:.3f}"
             parts.append(
-                f'<circle class="dot" cx="{frame.px(p.x):.1f}" cy="{frame.py(p.y):.1f}" r="3.5" style="fill:{colour}">'
+                f'<circle class="dot" cx="{frame.px(p.x):.1f}" cy="{frame.py(p.y):.1f}" r="3.5" '
+                f'style="fill:{colour}">'
                 f"<title>{escape(note)}</title></circle>"
             )
     return "".join(parts)

@@ -22,7 +22,9 @@ MOST = 6  # colours that can be told apart
 
 @dataclass(frozen=True)
 class DraftRow:
-    """One draft's line of the headline table; `figures` by the page's temperatures, None where it has none."""
+    """One draft's line of the headline table; `figures` by the page's temperatures, None where it has
+    none.
+    """
 
     report: DraftReport
     colour: int
@@ -49,26 +51,39 @@ class Difference:
 
 
 def render_comparison(reports: Sequence[DraftReport]) -> str:
-    """The page. Raises ValueError for fewer than two, more than six, or figures of different modes or lengths."""
+    """The page. Raises ValueError for fewer than two, more than six, or figures of different modes or
+    lengths.
+    """
     if not 2 <= len(reports) <= MOST:
         raise ValueError(f"a comparison takes 2 to {MOST} drafts, not {len(reports)}")
     evaluations = [report.evaluation for report in reports]
     require_comparable(figures.walk for evaluation in evaluations for figures in evaluation.figures)
     lengths = sorted({evaluation.chain_length for evaluation in evaluations})
     if len(lengths) > 1:
-        raise ValueError(f"chains of {' and '.join(map(str, lengths))} drafts do not compare: evaluate them alike")
-    temperatures = sorted({figures.temperature for evaluation in evaluations for figures in evaluation.figures})
+        raise ValueError(
+            f"chains of {' and '.join(map(str, lengths))} drafts do not compare: evaluate them alike"
+        )
+    temperatures = sorted(
+        {figures.temperature for evaluation in evaluations for figures in evaluation.figures}
+    )
     rows = [_row(report, index + 1, temperatures) for index, report in enumerate(reports)]
-    return environment().get_template("compare.html.j2").render(
-        title=f"{len(reports)} drafts side by side",
-        reports=reports,
-        targets=sorted({report.target for report in reports}),
-        K=lengths[0],
-        temperatures=temperatures,
-        rows=rows,
-        legend=Markup(key([Series(_name(row.report), (), row.colour) for row in rows])),
-        charts=[_charts(rows, index, temperature, lengths[0]) for index, temperature in enumerate(temperatures)],
-        differences=differences(reports),
+    return (
+        environment()
+        .get_template("compare.html.j2")
+        .render(
+            title=f"{len(reports)} drafts side by side",
+            reports=reports,
+            targets=sorted({report.target for report in reports}),
+            K=lengths[0],
+            temperatures=temperatures,
+            rows=rows,
+            legend=Markup(key([Series(_name(row.report), (), row.colour) for row in rows])),
+            charts=[
+                _charts(rows, index, temperature, lengths[0])
+                for index, temperature in enumerate(temperatures)
+            ],
+            differences=differences(reports),
+        )
     )
 
 
@@ -101,7 +116,9 @@ def _charts(rows: Sequence[DraftRow], index: int, temperature: float, length: in
         ]
         positions = Axis("draft position", 1, length, range(1, length + 1))
         title = f"{label} by draft position at temperature {temperature:g}"
-        charts[kind] = Markup(line_chart(series, positions, Axis(label, 0, None, format=percent), title=title))
+        charts[kind] = Markup(
+            line_chart(series, positions, Axis(label, 0, None, format=percent), title=title)
+        )
     return TemperatureCharts(temperature, **charts)
 
 

@@ -20,7 +20,9 @@ from tasks.report.training import METRICS, TrainingCurve, read_training
 
 @dataclass(frozen=True)
 class LineageRow:
-    """One artifact that the draft descends from. created: UTC, ISO 8601. seconds: None where it was not noted."""
+    """One artifact that the draft descends from. created: UTC, ISO 8601. seconds: None where it was not
+    noted.
+    """
 
     kind: str
     fingerprint: str
@@ -43,8 +45,9 @@ class Trained:
 class DraftReport:
     """Everything on the page.
 
-    parameters: trained ones. vocabulary: the vocabulary artifact's summary. recipe: each stage's parameters by kind.
-    lineage: oldest first. warning: why the figures cannot be trusted, None where nothing speaks against them.
+    parameters: trained ones. vocabulary: the vocabulary artifact's summary. recipe: each stage's parameters
+    by kind. lineage: oldest first. warning: why the figures cannot be trusted, None where nothing speaks
+    against them.
     """
 
     name: str
@@ -99,20 +102,22 @@ def serving_suspicion(checks: Sequence[ServingCheck]) -> str | None:
     for check in checks:
         if check.identical is not None and check.identical < check.prompts:
             return (
-                f"{check.prompts - check.identical} of {check.prompts} greedy answers differ with {check.method} "
-                "speculation: the server's output is not the target's"
+                f"{check.prompts - check.identical} of {check.prompts} greedy answers differ with "
+                f"{check.method} speculation: the server's output is not the target's"
             )
         outside = [str(row.position) for row in check.agreement if not row.explained]
         if outside:
             return (
-                f"at temperature {check.temperature:g} the server's counters at position {', '.join(outside)} lie "
-                "outside what was promised"
+                f"at temperature {check.temperature:g} the server's counters at position "
+                f"{', '.join(outside)} lie outside what was promised"
             )
     return None
 
 
 def _family(store: ArtifactStore, refs: Sequence[ArtifactRef]) -> Iterator[Manifest]:
-    """Manifests of `refs` and of everything they descend from, inputs before what was made of them, each once."""
+    """Manifests of `refs` and of everything they descend from, inputs before what was made of them, each
+    once.
+    """
     seen: set[str] = set()
 
     def visit(ref: ArtifactRef) -> Iterator[Manifest]:

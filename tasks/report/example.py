@@ -46,8 +46,8 @@ def make_example(
 ) -> Example:
     """The answer that begins at token `start`, whose first token comes from prefill.
 
-    `accepted`: how many draft tokens each round kept, in order, at least one round; each adds one token of the
-    target's own, except the last where the text ends with its draft.
+    `accepted`: how many draft tokens each round kept, in order, at least one round; each adds one token of
+    the target's own, except the last where the text ends with its draft.
     """
     pieces = [ExampleRound("", decode(token_ids[start : start + 1]))]
     at = start + 1
@@ -63,8 +63,14 @@ def make_example(
 
 
 def _added(before: str, after: str) -> str:
-    """What a longer text adds; a half character at the end of the shorter one (U+FFFD) belongs to the longer."""
-    return after[len(before.rstrip("\ufffd")) :].rstrip("\ufffd") if after.startswith(before.rstrip("\ufffd")) else after
+    """What a longer text adds; a half character at the end of the shorter one (U+FFFD) belongs to the
+    longer.
+    """
+    return (
+        after[len(before.rstrip("\ufffd")) :].rstrip("\ufffd")
+        if after.startswith(before.rstrip("\ufffd"))
+        else after
+    )
 
 
 def examples_json(examples: Sequence[Example]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tasks.evaluation import Coverage, Evaluation, TemperatureFigures
 from tasks.report.charts import Axis, Point, Series, key, line_chart, percent
 from tasks.report.data import DraftReport
 from tasks.report.reference import beside
+from tasks.report.training import StepPoint, TrainingCurve
 from tasks.stage_task import duration
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -75,9 +77,15 @@ class BaselineRow:
 
 
 def environment() -> Environment:
-    """The templates, with what they need to write numbers; everything is escaped, unknown names are errors."""
+    """The templates, with what they need to write numbers; everything is escaped, unknown names are
+    errors.
+    """
     env = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     env.globals.update(spoken=duration, size=size, millions=millions, counts=counts, fill=fill)
     return env
@@ -87,28 +95,33 @@ def render(report: DraftReport) -> str:
     """The page."""
     evaluation = report.evaluation
     checks = [check for check in report.serving if check.agreement]
-    return environment().get_template("draft.html.j2").render(
-        title=f"{report.name}: draft report",
-        report=report,
-        K=evaluation.chain_length,
-        figures=evaluation.figures,
-        tiles=tiles(evaluation),
-        legend=Markup(key(position_series(evaluation, "survival"))),
-        survival_chart=Markup(position_chart(evaluation, "survival")),
-        conditional_chart=Markup(position_chart(evaluation, "conditional")),
-        position_rows=position_rows(evaluation),
-        category_rows=category_rows(evaluation),
-        best_tau=max((f.walk.tau_micro.value for f in evaluation.figures), default=1.0) * 1.15,
-        length_rows=length_rows(evaluation),
-        serving_lines=serving_lines(report),
-        serving_rows=[
-            {"temperature": check.temperature, **vars(row)} for check in checks for row in check.agreement
-        ],
-        baseline_rows=baseline_rows(report),
-        loss_chart=Markup(_curve(report.training.loss, "loss", 1)),
-        validation_chart=Markup(_curve(report.training.validation, "τ", 3)),
-        paper=beside(report.target, "chain", evaluation.chain_length),
-        recipe_text=json.dumps(report.recipe, indent=2, ensure_ascii=False),
+    return (
+        environment()
+        .get_template("draft.html.j2")
+        .render(
+            title=f"{report.name}: draft report",
+            report=report,
+            K=evaluation.chain_length,
+            figures=evaluation.figures,
+            tiles=tiles(evaluation),
+            legend=Markup(key(position_series(evaluation, "survival"))),
+            survival_chart=Markup(position_chart(evaluation, "survival")),
+            conditional_chart=Markup(position_chart(evaluation, "conditional")),
+            position_rows=position_rows(evaluation),
+            category_rows=category_rows(evaluation),
+            best_tau=max((f.walk.tau_micro.value for f in evaluation.figures), default=1.0) * 1.15,
+            length_rows=length_rows(evaluation),
+            serving_lines=serving_lines(report),
+            serving_rows=[
+                {"temperature": check.temperature, **vars(row)} for check in checks for row in check.agreement
+            ],
+            baseline_rows=baseline_rows(report),
+            loss_legend=Markup(key(loss_series(report.training))),
+            loss_chart=_over_steps(loss_series(report.training), "loss"),
+            validation_chart=_over_steps([Series("τ", _points(report.training.validation), 3)], "τ"),
+            paper=beside(report.target, "chain", evaluation.chain_length),
+            recipe_text=json.dumps(report.recipe, indent=2, ensure_ascii=False),
+        )
     )
 
 
@@ -118,14 +131,18 @@ def tiles(evaluation: Evaluation) -> list[Tile]:
     for figures in evaluation.figures:
         walk, at = figures.walk, f"T = {figures.temperature:g}"
         rounds = f"{walk.rounds:,.0f} rounds, {walk.prompts} prompts"
-        found.append(Tile(f"τ served, {at}", _plain(walk.tau_micro, 2), f"{_interval(walk.tau_micro, 2)} · {rounds}"))
+        found.append(
+            Tile(f"τ served, {at}", _plain(walk.tau_micro, 2), f"{_interval(walk.tau_micro, 2)} · {rounds}")
+        )
         first = walk.survival[0]
         found.append(Tile(f"position 1 accepted, {at}", _percent(first), _interval(first, 2)))
     return found
 
 
 def position_series(evaluation: Evaluation, kind: str) -> list[Series]:
-    """Survival or conditional rates: served rounds solid with their intervals, every position dashed without."""
+    """Survival or conditional rates: served rounds solid with their intervals, every position dashed
+    without.
+    """
     series = []
     for index, figures in enumerate(evaluation.figures):
         at, colour = f"T = {figures.temperature:g}", index % 6 + 1
@@ -141,7 +158,9 @@ def position_chart(evaluation: Evaluation, kind: str) -> str:
     length = evaluation.chain_length
     positions = Axis("draft position", 1, length, range(1, length + 1))
     title = f"{label} by draft position"
-    return line_chart(position_series(evaluation, kind), positions, Axis(label, 0, None, format=percent), title=title)
+    return line_chart(
+        position_series(evaluation, kind), positions, Axis(label, 0, None, format=percent), title=title
+    )
 
 
 def rate_points(rates: tuple[Rate, ...]) -> list[Point]:
@@ -159,7 +178,11 @@ def position_rows(evaluation: Evaluation) -> list[PositionRow]:
     """Survival of every way of counting."""
     rows = []
     for figures in evaluation.figures:
-        ways = [("served rounds", figures.walk), ("every position", figures.anchor), ("sampled drafts", figures.sampled)]
+        ways = [
+            ("served rounds", figures.walk),
+            ("every position", figures.anchor),
+            ("sampled drafts", figures.sampled),
+        ]
         rows += [
             PositionRow(figures.temperature, name, summary.survival, summary.rounds, summary.tau_micro)
             for name, summary in ways
@@ -177,7 +200,9 @@ def category_rows(evaluation: Evaluation) -> list[CategoryRow]:
         prompts = max(cell.prompts for cell in cells if cell)
         rows.append(CategoryRow(name, prompts, cells, coverage.get(name)))
     whole = tuple(figures.walk for figures in evaluation.figures)
-    total = Coverage("all", sum(c.tokens for c in coverage.values()), sum(c.covered for c in coverage.values()))
+    total = Coverage(
+        "all", sum(c.tokens for c in coverage.values()), sum(c.covered for c in coverage.values())
+    )
     return [*rows, CategoryRow("all", max((cell.prompts for cell in whole), default=0), whole, total)]
 
 
@@ -185,14 +210,19 @@ def length_rows(evaluation: Evaluation) -> list[LengthRow]:
     """Buckets of the context at a round's start, then of the whole answer."""
     return [
         row
-        for name, counted in (("contexts", "context at the round's start"), ("outputs", "length of the answer"))
+        for name, counted in (
+            ("contexts", "context at the round's start"),
+            ("outputs", "length of the answer"),
+        )
         for row in _buckets(evaluation.figures, name, counted)
     ]
 
 
 def _buckets(figures: tuple[TemperatureFigures, ...], name: str, counted: str) -> list[LengthRow]:
     groups = [getattr(each, name) for each in figures]
-    buckets = sorted({bucket for group in groups for bucket in group}, key=lambda bucket: int(bucket.split("-")[0]))
+    buckets = sorted(
+        {bucket for group in groups for bucket in group}, key=lambda bucket: int(bucket.split("-")[0])
+    )
     return [LengthRow(bucket, counted, tuple(group.get(bucket) for group in groups)) for bucket in buckets]
 
 
@@ -202,14 +232,14 @@ def serving_lines(report: DraftReport) -> list[str]:
     for check in report.serving:
         if check.identical is not None and check.agreement:
             lines.append(
-                f"At temperature {check.temperature:g} {check.identical} of {check.prompts} answers are token for token "
-                "those that the server gives without speculation."
+                f"At temperature {check.temperature:g} {check.identical} of {check.prompts} answers are "
+                "token for token those that the server gives without speculation."
             )
         if check.agreement:
             inside = sum(row.inside for row in check.agreement)
             lines.append(
-                f"At temperature {check.temperature:g} the server's own counters lie inside our interval at {inside} of "
-                f"{len(check.agreement)} positions."
+                f"At temperature {check.temperature:g} the server's own counters lie inside our interval "
+                f"at {inside} of {len(check.agreement)} positions."
             )
     return lines
 
@@ -224,10 +254,21 @@ def baseline_rows(report: DraftReport) -> list[BaselineRow]:
     ]
 
 
-def _curve(points: tuple, label: str, colour: int) -> str:
-    series = [Series(label, [Point(point.step, point.value) for point in points], colour)]
+def loss_series(curve: TrainingCurve) -> list[Series]:
+    """One line for each TTT step that is shown."""
+    return [
+        Series(f"TTT step {loss.ttt_step}", _points(loss.points), index + 1)
+        for index, loss in enumerate(curve.losses)
+    ]
+
+
+def _points(points: Sequence[StepPoint]) -> list[Point]:
+    return [Point(point.step, point.value) for point in points]
+
+
+def _over_steps(series: Sequence[Series], label: str) -> Markup:
     steps = Axis("optimizer step", format=lambda value: f"{value:,.0f}")
-    return line_chart(series, steps, Axis(label), title=f"{label} by optimizer step")
+    return Markup(line_chart(series, steps, Axis(label), title=f"{label} by optimizer step"))
 
 
 def counts(rate: Rate) -> str:

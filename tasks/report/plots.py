@@ -18,7 +18,8 @@ def curves(evaluation: Evaluation) -> dict[str, bytes]:
 
     Served rounds are solid with their 95 % intervals, every position dashed.
     """
-    # Imported here: a second of start-up that only this function needs. The object interface keeps no global state.
+    # Imported here: a second of start-up that only this function needs. The object interface keeps no global
+    # state.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -32,8 +33,16 @@ def curves(evaluation: Evaluation) -> dict[str, bytes]:
     ):
         for index, figures in enumerate(evaluation.figures):
             colour = COLOURS[index % len(COLOURS)]
-            _line(panel, getattr(figures.walk, kind), colour, f"T = {figures.temperature:g}, served rounds", "-")
-            _line(panel, getattr(figures.anchor, kind), colour, f"T = {figures.temperature:g}, every position", "--")
+            _line(
+                panel, getattr(figures.walk, kind), colour, f"T = {figures.temperature:g}, served rounds", "-"
+            )
+            _line(
+                panel,
+                getattr(figures.anchor, kind),
+                colour,
+                f"T = {figures.temperature:g}, every position",
+                "--",
+            )
         panel.set(xlabel="draft position", ylabel=label, xticks=range(1, evaluation.chain_length + 1))
         panel.set_ylim(bottom=0)
         panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -55,7 +64,15 @@ def curves(evaluation: Evaluation) -> dict[str, bytes]:
 def _line(panel, rates, colour: str, label: str, style: str) -> None:
     known = [(position, rate) for position, rate in enumerate(rates, 1) if not math.isnan(rate.value)]
     positions = [position for position, _ in known]
-    panel.plot(positions, [rate.value for _, rate in known], style, color=colour, label=label, marker="o", markersize=4)
+    panel.plot(
+        positions,
+        [rate.value for _, rate in known],
+        style,
+        color=colour,
+        label=label,
+        marker="o",
+        markersize=4,
+    )
     if style == "-" and known and not math.isnan(known[0][1].low):
         low, high = [rate.low for _, rate in known], [rate.high for _, rate in known]
         panel.fill_between(positions, low, high, color=colour, alpha=0.13, linewidth=0)

@@ -1,7 +1,8 @@
 """Figures that others published, each with the mode it was measured in, so that like stands beside like only.
 
-In: a target's name and how our own figures were measured. Out: the published figures that may stand beside them, and
-a sentence about those that may not. Source: EAGLE-3 (arXiv 2503.01840), tables 1 and 2: fp16, batch of one.
+In: a target's name and how our own figures were measured. Out: the published figures that may stand beside
+them, and a sentence about those that may not. Source: EAGLE-3 (arXiv 2503.01840), tables 1 and 2: fp16, batch
+of one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Published:
-    """One published figure. speedup is None where only tau was given; draft_length is the chain's K or the tree's depth."""
+    """One published figure. speedup is None where only tau was given; draft_length is the chain's K or the
+    tree's depth.
+    """
 
     target: str
     task: str
@@ -26,7 +29,9 @@ class Published:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`beside`: figures of the same target, mode and length. `refused`: why others are not shown; None where there are none."""
+    """`beside`: figures of the same target, mode and length. `refused`: why others are not shown; None where
+    there are none.
+    """
 
     beside: tuple[Published, ...]
     refused: str | None

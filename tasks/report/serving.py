@@ -1,7 +1,7 @@
 """What a real server counted, beside what the evaluation promised.
 
-In: `ServingCheck`s, one for each method and temperature, made by the serving check. Out: `summary.json` of a serving
-artifact ({"checks": [...]}), and back.
+In: `ServingCheck`s, one for each method and temperature, made by the serving check. Out: `summary.json` of a
+serving artifact ({"checks": [...]}), and back.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ SUMMARY = "summary.json"
 class ServingCheck:
     """One method at one temperature in a server.
 
-    identical: answers equal to those without speculation, of `prompts`; None where sampling makes them differ.
-    agreement: position by position against the promise on the same prompts; empty for methods without one.
+    identical: answers equal to those without speculation, of `prompts`; None where sampling makes them
+    differ. agreement: position by position against the promise on the same prompts; empty for methods without
+    one.
     """
 
     method: str

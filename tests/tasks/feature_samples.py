@@ -48,7 +48,9 @@ def make_target(recipe: Recipe) -> TargetInfo:
     return prepare_target(recipe)
 
 
-def make_tokens(rng: np.random.Generator, prompt: int = 6, answer: int = 24) -> tuple[list[int], list[tuple[int, int]]]:
+def make_tokens(
+    rng: np.random.Generator, prompt: int = 6, answer: int = 24
+) -> tuple[list[int], list[tuple[int, int]]]:
     """A prompt of noise and an answer that counts up by one, which a draft can learn; token ids and spans."""
     start = int(rng.integers(10, 30))
     tokens = [*rng.integers(3, VOCAB, prompt).tolist(), *range(start, start + answer - 1), END]
@@ -58,19 +60,26 @@ def make_tokens(rng: np.random.Generator, prompt: int = 6, answer: int = 24) -> 
 def make_responses(store: ArtifactStore, samples: list[FeatureSample]) -> ArtifactRef:
     rows = [
         ResponseRow(
-            s.id, s.conversation_id, s.source, s.split, s.category, (Message("user", "?"),), tuple(s.token_ids.tolist()),
+            s.id, s.conversation_id, s.source, s.split, s.category, (Message("user", "?"),),
+            tuple(s.token_ids.tolist()),
             tuple(Span(*span) for span in s.spans), s.finish_reason, s.temperature, 0, False,
         )
         for s in samples
     ]  # fmt: skip
-    with store.writer("responses", "r" * 20, stage="make-responses", stage_version=1, parameters={}) as writer:
+    with store.writer(
+        "responses", "r" * 20, stage="make-responses", stage_version=1, parameters={}
+    ) as writer:
         for number in range(2):
             writer.write_table(f"part-{number:05d}.parquet", to_table(ResponseRow, rows[number::2]))
         return writer.commit({"rows": len(rows)})
 
 
 def make_features(
-    store: ArtifactStore, target: TargetInfo, samples: list[FeatureSample], responses: ArtifactRef, **spec: Any
+    store: ArtifactStore,
+    target: TargetInfo,
+    samples: list[FeatureSample],
+    responses: ArtifactRef,
+    **spec: Any,
 ) -> ArtifactRef:
     values = {
         "hidden_size": HIDDEN, "layer_ids": (1, 2, 3), "dtype": "float32", "teacher": "topk", "teacher_k": K,
@@ -79,7 +88,12 @@ def make_features(
     features = FeatureSpec(**{**values, **spec})
     parameters = {"dtype": features.dtype}
     with store.writer(
-        "features", "f" * 20, stage="extract-features", stage_version=1, parameters=parameters, inputs=[responses]
+        "features",
+        "f" * 20,
+        stage="extract-features",
+        stage_version=1,
+        parameters=parameters,
+        inputs=[responses],
     ) as folder:
         writer = FeatureWriter(folder, features)
         for number in range(2):
@@ -87,7 +101,9 @@ def make_features(
         return folder.commit(writer.finish())
 
 
-def make_samples(train: int = 24, heldout: int = 4, seed: int = 0, dtype: str = "float32") -> list[FeatureSample]:
+def make_samples(
+    train: int = 24, heldout: int = 4, seed: int = 0, dtype: str = "float32"
+) -> list[FeatureSample]:
     """Train answers at temperature 1, and each held-out prompt at temperatures 0 and 1."""
     rng = np.random.default_rng(seed)
     samples = [_sample(rng, f"t{i}", f"t{i}", "train", 1.0, dtype) for i in range(train)]
@@ -112,5 +128,6 @@ def _sample(
     return FeatureSample(
         name, conversation, "made-up", split, "counting" if split == "heldout" else "", temperature,
         np.array(tokens, np.int32), spans, "stop", features,
-        ids.astype(np.int32), np.tile(log_probs, (rows, 1)).astype(np.float16), np.full(rows, rest, np.float32),
+        ids.astype(np.int32), np.tile(log_probs, (rows, 1)).astype(np.float16),
+        np.full(rows, rest, np.float32),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from tasks.evaluation import Coverage, Evaluation, TemperatureFigures
 from tasks.report.data import DraftReport, LineageRow, Trained
 from tasks.report.example import Example, ExampleRound
 from tasks.report.serving import ServingCheck
-from tasks.report.training import StepPoint, TrainingCurve
+from tasks.report.training import StepLoss, StepPoint, TrainingCurve
 
 K = 5
 CATEGORIES = ("coding", "reasoning", "writing")
@@ -56,7 +56,9 @@ def make_serving(evaluation: Evaluation) -> tuple[ServingCheck, ...]:
         served = from_counters(ServerCounters(drafts, drafts * K, accepted))
         identical = 32 if figures.temperature == 0 else None
         checks.append(
-            ServingCheck("eagle3", figures.temperature, 32, identical, served, tuple(compare(figures.walk, served)))
+            ServingCheck(
+                "eagle3", figures.temperature, 32, identical, served, tuple(compare(figures.walk, served))
+            )
         )
     baseline = from_counters(ServerCounters(500, 2100, (90, 60, 50, 40, 35)))
     return (*checks, ServingCheck("ngram", 0.0, 32, 32, baseline, ()))
@@ -64,7 +66,26 @@ def make_serving(evaluation: Evaluation) -> tuple[ServingCheck, ...]:
 
 def make_report(name: str = "smollm2-135m", hit: float = 0.5, **changes: object) -> DraftReport:
     evaluation = make_evaluation(hit)
-    words = ["To", "sort", "a", "list", "in", "Python", "you", "call", "its", "sort", "method,", "or", "sorted", "for", "a", "copy", "of", "it."]
+    words = [
+        "To",
+        "sort",
+        "a",
+        "list",
+        "in",
+        "Python",
+        "you",
+        "call",
+        "its",
+        "sort",
+        "method,",
+        "or",
+        "sorted",
+        "for",
+        "a",
+        "copy",
+        "of",
+        "it.",
+    ]
     rounds = tuple(
         ExampleRound(" ".join(["", *words[i : i + n]]) if n else "", f" {words[i + n]}")
         for i, n in ((0, 2), (3, 0), (4, 3), (8, 1), (10, 4))
@@ -78,16 +99,33 @@ def make_report(name: str = "smollm2-135m", hit: float = 0.5, **changes: object)
         evaluation=evaluation,
         training=TrainingCurve(
             400,
-            tuple(StepPoint(i, 6 * 0.99**i + 2) for i in range(0, 400, 4)),
+            tuple(
+                StepLoss(ttt, tuple(StepPoint(i, 6 * 0.99**i + ttt) for i in range(30 * ttt, 400, 4)))
+                for ttt in (1, 3, 5)
+            ),
             tuple(StepPoint(i, 1.5 - 0.5 * 0.99**i) for i in range(50, 401, 50)),
         ),
         trained=Trained(412, 31_000),
         serving=make_serving(evaluation),
-        vocabulary={"size": 8192, "target_size": 49152, "filled": 12, "coverage_train": 0.999, "coverage_heldout": 0.993},
+        vocabulary={
+            "size": 8192,
+            "target_size": 49152,
+            "filled": 12,
+            "coverage_train": 0.999,
+            "coverage_heldout": 0.993,
+        },
         recipe={"training": {"lr": 5e-4, "ttt_steps": 5}},
         examples=(Example("How do I sort a list?", "coding", 0.0, 2.2, rounds),),
         lineage=tuple(
-            LineageRow(kind, f"{i}" * 20, f"make-{kind}", "2026-01-02T03:04:05.000+00:00", 10 ** (4 + i), 100 * i, 60.0 * i)
+            LineageRow(
+                kind,
+                f"{i}" * 20,
+                f"make-{kind}",
+                "2026-01-02T03:04:05.000+00:00",
+                10 ** (4 + i),
+                100 * i,
+                60.0 * i,
+            )
             for i, kind in enumerate(kinds)
         ),
         warning=None,

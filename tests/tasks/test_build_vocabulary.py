@@ -30,7 +30,7 @@ def test_ties_go_to_the_lower_id_and_unseen_ids_fill_from_the_lowest():
 
 def test_special_tokens_are_always_in_and_must_fit():
     assert choose(np.array([9, 8, 7, 0]), 2, always=[3]).target_ids.tolist() == [0, 3]
-    with pytest.raises(ValueError, match="raise vocabulary.size"):
+    with pytest.raises(ValueError, match=r"raise vocabulary\.size"):
         choose(np.array([9, 8, 7, 0]), 1, always=[2, 3])
 
 

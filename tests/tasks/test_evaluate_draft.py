@@ -1,4 +1,6 @@
-"""The evaluation stage: its figures are those of its rows, and its rows those of a slow walk over the text."""
+"""The evaluation stage: its figures are those of its rows, and its rows those of a slow walk over the
+text.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,10 @@ def test_examples_hold_the_whole_answer_in_order(made):
     examples = read_examples(store.local(acceptance) / EXAMPLES)
     assert len(examples) == 4
     heldout = [s for s in make_samples(seed=1) if s.split == "heldout"]
-    answers = {tokenizer.decode(s.token_ids[s.spans[0][0] :], skip_special_tokens=True).rstrip("\ufffd") for s in heldout}
+    answers = {
+        tokenizer.decode(s.token_ids[s.spans[0][0] :], skip_special_tokens=True).rstrip("\ufffd")
+        for s in heldout
+    }
     for example in examples:
         assert "".join(each.accepted + each.own for each in example.rounds) in answers
 
@@ -161,7 +166,14 @@ def test_examples_survive_json(tmp_path: Path):
 
 def test_a_half_character_belongs_to_the_round_that_completes_it():
     pieces = {0: "", 1: "a", 2: "a\ufffd", 3: "aé"}
-    example = make_example(range(4), 1, [1], lambda ids: pieces[len(ids)] if 1 in ids or not ids else "", category="", temperature=0.0)
+    example = make_example(
+        range(4),
+        1,
+        [1],
+        lambda ids: pieces[len(ids)] if 1 in ids or not ids else "",
+        category="",
+        temperature=0.0,
+    )
     assert [(r.accepted, r.own) for r in example.rounds] == [("", "a"), ("", "é")]
 
 

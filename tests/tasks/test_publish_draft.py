@@ -40,7 +40,15 @@ def made(tmp_path_factory: pytest.TempPathFactory):
     ) as writer:
         writer.write_json("summary.json", serving_to_dict(make_serving(make_evaluation())))
         serving = writer.commit({})
-    return recipe, target, store, draft, acceptance, serving, run(recipe, target, store, draft, acceptance, serving)
+    return (
+        recipe,
+        target,
+        store,
+        draft,
+        acceptance,
+        serving,
+        run(recipe, target, store, draft, acceptance, serving),
+    )
 
 
 def test_the_folder_is_what_a_server_loads_and_a_person_reads(made):
@@ -79,7 +87,7 @@ def test_the_report_names_every_ancestor(made):
 
 
 def test_a_draft_without_serving_check_is_published_too(made):
-    recipe, target, store, draft, acceptance, serving, published = made
+    recipe, target, store, draft, acceptance, _, published = made
     ref = run(recipe, target, store, draft, acceptance)
     assert ref != published
     assert "was not part of this build" in (store.local(ref) / "report.html").read_text()
@@ -128,8 +136,10 @@ def test_the_headline_says_both_temperatures():
     assert headline(make_report()).count("tokens per target pass") == 2
 
 
-def test_the_command_line_lists_reports_and_compares(made, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    recipe, target, store, draft, *_ = made
+def test_the_command_line_lists_reports_and_compares(
+    made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    _, _, store, draft, *_ = made
     assert main([store.uri]) == 0
     assert draft.fingerprint in capsys.readouterr().out
     out = tmp_path / "one.html"

@@ -47,7 +47,15 @@ def made(tmp_path_factory: pytest.TempPathFactory):
     responses = make_responses(store, samples)
     features = make_features(store, target, samples, responses)
     vocabulary = build_vocabulary(recipe, target, store, responses)
-    return recipe, target, store, samples, features, vocabulary, run(recipe, target, store, features, vocabulary)
+    return (
+        recipe,
+        target,
+        store,
+        samples,
+        features,
+        vocabulary,
+        run(recipe, target, store, features, vocabulary),
+    )
 
 
 def test_a_document_is_the_stored_sample(made):
@@ -94,7 +102,12 @@ def test_the_artifact_is_a_servable_draft_and_its_course(made):
     config = DraftConfig.from_dict(json.loads((folder / "draft/config.json").read_text()))
     ids = torch.from_numpy(read_vocabulary(store.local(vocabulary)))
     assert torch.equal(tensors["d2t"] + torch.arange(len(ids)), ids)
-    assert (config.hidden_size, config.draft_vocab_size, config.layer_ids, config.fc_norm) == (HIDDEN, 64, (1, 2, 3), True)
+    assert (config.hidden_size, config.draft_vocab_size, config.layer_ids, config.fc_norm) == (
+        HIDDEN,
+        64,
+        (1, 2, 3),
+        True,
+    )
     summary = store.manifest(draft).summary
     lines = [json.loads(line) for line in (folder / "training/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "step"]
@@ -132,11 +145,13 @@ def test_a_killed_run_goes_on_and_ends_bit_identical(made, tmp_path: Path):
         json.dumps({"recipe": moved.model_dump(mode="json"), "target": asdict(target)}, default=list)
     )
     code = (
-        "import json, sys; from tasks.recipe import build_recipe; from tasks.prepare_target import TargetInfo\n"
+        "import json, sys; from tasks.recipe import build_recipe\n"
+        "from tasks.prepare_target import TargetInfo\n"
         "from storage.artifacts import ArtifactStore; from tasks.train_draft import run\n"
         f"told = json.load(open({str(tmp_path / 'run.json')!r})); recipe = build_recipe(told['recipe'])\n"
         "store = ArtifactStore(recipe.store.uri)\n"
-        f"run(recipe, TargetInfo.from_dict(told['target']), store, store.reference('features', {features.fingerprint!r}),"
+        "run(recipe, TargetInfo.from_dict(told['target']), store,"
+        f" store.reference('features', {features.fingerprint!r}),"
         f" store.reference('vocabulary', {vocabulary.fingerprint!r}))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
@@ -193,5 +208,7 @@ def test_features_of_another_target_are_refused(made, tmp_path: Path):
 def test_the_work_grows_with_vocabulary_and_size(made):
     _, target, *_ = made
     assert multiply_adds(target, 128) - multiply_adds(target, 64) == 3 * 64 * HIDDEN
-    bigger = replace(target, config={**target.config, "intermediate_size": 2 * target.config["intermediate_size"]})
+    bigger = replace(
+        target, config={**target.config, "intermediate_size": 2 * target.config["intermediate_size"]}
+    )
     assert multiply_adds(bigger, 64) > multiply_adds(target, 64)
