@@ -155,7 +155,8 @@ class Catalog:
         listed = ", ".join("'" + path.replace("'", "''") + "'" for path in paths)
         # The artifact's folder is named by its fingerprint; DuckDB computes this once a file, not once a row.
         self.connection.execute(
-            f"create view {name} as select * exclude (filename), split_part(filename, '/', -2) as fingerprint "
+            f"create view {name} as "
+            f"select * exclude (filename), split_part(filename, '/', -2) as fingerprint "
             f"from read_parquet([{listed}], filename = true)"
         )
 

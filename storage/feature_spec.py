@@ -7,7 +7,9 @@ index's schema.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -104,9 +106,9 @@ class WideColumn:
     shape: tuple[int, ...]
     drop: int
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=int))
+        return self.dtype.itemsize * math.prod(self.shape)
 
     def size(self, tokens: int) -> int:
         return (tokens - self.drop) * self.row_bytes

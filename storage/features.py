@@ -150,11 +150,13 @@ class FeatureReader:
         self._wide = wide_columns(self.spec)
         self._parts = MappedParts([wide.name for wide in self._wide], self.spec.to_metadata(), mapped_bytes)
         columns = {name: self.index[name].combine_chunks() for name in self.index.column_names}
-        self._text = {name: columns[name] for name in (*_TEXT, "temperature")}
+        self._text = {name: _listed(columns[name]) for name in (*_TEXT, "temperature")}
         self._tokens, self._part, self._row, self._bytes, self._checksums = (
             columns[name].to_numpy() for name in ("n_tokens", "part", "row", "bytes", "checksum")
         )
-        self._spans = columns["spans"]
+        self._paths = {number: self.folder / _part_name(number) for number in np.unique(self._part).tolist()}
+        self._span_offsets = columns["spans"].offsets.to_numpy()
+        self._span_bounds = [column.to_numpy() for column in columns["spans"].values.flatten()]
         self._verified = np.zeros(len(self.index), bool)
 
     def __len__(self) -> int:
@@ -168,13 +170,10 @@ class FeatureReader:
         """Sample i, its arrays read-only views of the part. Raises DamagedPart, IndexError."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        path, tokens, row = (
-            self.folder / _part_name(int(self._part[i])),
-            int(self._tokens[i]),
-            int(self._row[i]),
-        )
-        values = self._parts.values(path, row, [wide.size(tokens) for wide in self._wide])
-        if not self._verified[i]:
+        path, tokens, row = self._paths[self._part[i]], int(self._tokens[i]), int(self._row[i])
+        first = not self._verified[i]
+        values = self._parts.values(path, row, [wide.size(tokens) for wide in self._wide], first)
+        if first:
             if _checksum(values) != self._checksums[i]:
                 raise DamagedPart(path, f"row {row} does not agree with its checksum")
             self._verified[i] = True
@@ -182,8 +181,9 @@ class FeatureReader:
             wide.name: np.frombuffer(value, wide.dtype).reshape(-1, *wide.shape)
             for wide, value in zip(self._wide, values, strict=True)
         }
-        text = {name: column[i].as_py() for name, column in self._text.items()}
-        spans = [(span["start"], span["end"]) for span in self._spans[i].as_py()]
+        text = {name: column[i] for name, column in self._text.items()}
+        first, last = self._span_offsets[i : i + 2]
+        spans = list(zip(*(bounds[first:last].tolist() for bounds in self._span_bounds), strict=True))
         return FeatureSample(**text, spans=spans, **arrays)
 
 
@@ -206,6 +206,13 @@ def _read_index(folder: Path) -> tuple[pa.Table, FeatureSpec]:
         raise DamagedPart(path, str(error)) from None
     metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     return table, FeatureSpec.from_metadata(metadata, path)
+
+
+def _listed(column: pa.Array) -> list[Any]:
+    """A column as a list that is quick to index; values that are equal are one object."""
+    encoded = column.dictionary_encode()
+    values = encoded.dictionary.to_pylist()
+    return [values[code] for code in encoded.indices.to_numpy().tolist()]
 
 
 def _checksum(values: Sequence[Any]) -> int:

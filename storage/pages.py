@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -24,8 +25,6 @@ ALIGNMENT = 64
 LENGTH_BYTES = 4  # PLAIN: each binary value follows its length
 CREATED_BY = "draftline"
 
-# An unknown field of a page header, which every Thrift reader skips: as long as the value behind it needs.
-_PADDING_FIELD = 100
 _INT32, _INT64, _DOUBLE, _BYTE_ARRAY = 1, 2, 5, 6
 _UTF8 = 0
 _REQUIRED = 0
@@ -109,19 +108,13 @@ class PageWriter:
     def _page(self, chunk: _Chunk, first_row: int, rows: int, prefix: bytes, body: Any) -> None:
         size = len(prefix) + len(body)
         offset = self._file.tell()
-        header = _page_header(size, rows, 0)
+        header = _page_header(size, rows)
         if prefix:
-            # One byte of padding costs as much as its own field's header does, so count from there.
-            least = len(_page_header(size, rows, 1)) - 1
-            header = _page_header(size, rows, 1 + -(offset + least + 1 + len(prefix)) % ALIGNMENT)
+            header = _padded(header, -(offset + len(header) + len(_PADDING) + len(prefix)) % ALIGNMENT)
         self._file.write(header + prefix)
         self._file.write(body)
-        location = [
-            Field(1, Kind.I64, offset),
-            Field(2, Kind.I32, len(header) + size),
-            Field(3, Kind.I64, first_row),
-        ]
-        chunk.pages.append(location)
+        location = [Field(1, Kind.I64, offset), Field(2, Kind.I32, len(header) + size)]
+        chunk.pages.append([*location, Field(3, Kind.I64, first_row)])
 
     def _footer(self) -> bytes:
         leaves = [
@@ -157,7 +150,8 @@ def _plain(column: Column, values: Sequence[Any]) -> bytes:
     return b"".join(struct.pack("<I", len(raw)) + raw for raw in raws)
 
 
-def _page_header(size: int, values: int, padding: int) -> bytes:
+@lru_cache(maxsize=1 << 14)
+def _page_header(size: int, values: int) -> bytes:
     data = [
         Field(1, Kind.I32, values),
         Field(2, Kind.I32, _PLAIN),
@@ -165,10 +159,17 @@ def _page_header(size: int, values: int, padding: int) -> bytes:
         Field(4, Kind.I32, _RLE),
     ]
     fields = [Field(1, Kind.I32, _DATA_PAGE), Field(2, Kind.I32, size), Field(3, Kind.I32, size)]
-    fields.append(Field(5, Kind.STRUCT, data))
-    if padding:
-        fields.append(Field(_PADDING_FIELD, Kind.BINARY, bytes(padding)))
-    return thrift.encode(fields)
+    return thrift.encode([*fields, Field(5, Kind.STRUCT, data)])
+
+
+# A field that Parquet does not know, which every Thrift reader skips: id, type, a length of one byte; then
+# the bytes.
+_PADDING = thrift.encode([Field(100, Kind.BINARY, b"")])[:-1]
+
+
+def _padded(header: bytes, count: int) -> bytes:
+    """The header with `count` + len(_PADDING) more bytes that mean nothing."""
+    return header[:-1] + _PADDING[:-1] + bytes([count]) + bytes(count) + header[-1:]
 
 
 def _row_group(chunks: Sequence[_Chunk]) -> list[Field]:

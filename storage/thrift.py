@@ -7,9 +7,8 @@ compact protocol specification.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Kind(IntEnum):
@@ -27,8 +26,7 @@ class Kind(IntEnum):
     STRUCT = 12
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """One field of a struct: an int, bytes or text, or for a STRUCT its fields; a list has `items` for its
     elements.
     """
