@@ -1,0 +1,299 @@
+"""The stage that lets a real server prove the draft: vLLM loads the folder, answers held-out prompts, counts.
+
+In: a draft, its acceptance, the responses. Out: a serving artifact, summary.json (`ServingCheck`s and a
+verdict) and counters.parquet. At T = 0 the answers must be token for token those without speculation, and the
+server's acceptance at every position must lie in our interval on the same prompts; at T > 0 both sides
+sampled their own text, so the two intervals are held against each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from eagle3core.acceptance import Rounds, ServerCounters, compare, from_counters, summarise
+from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
+from storage.schemas import AcceptanceRow, ResponseRow, ServingRow, from_table, read_rows, to_table
+from tasks.engines.pool import engine_count, engine_options, environment, target_files
+from tasks.engines.rates import START_SECONDS, engine_seconds
+from tasks.engines.serve_requests import DRAFT, PLAIN, Prompt, Served, ServeSpec
+from tasks.evaluation import ROWS, without_nan
+from tasks.prepare_target import TargetInfo
+from tasks.processes import device_lock, run_worker
+from tasks.promise import Promised, promised_rounds
+from tasks.recipe import Recipe
+from tasks.report.serving import SUMMARY, ServingCheck, serving_to_dict
+from tasks.samples import HELDOUT
+from tasks.scratch import scratch
+from tasks.stage import Plan, Stage, run_plan
+from tasks.stage_task import stage_task
+from tasks.train_draft import DRAFT_FOLDER
+
+logger = logging.getLogger(__name__)
+
+STAGE = Stage(name="check-serving", kind="serving", version=1)
+
+COUNTERS = "counters.parquet"
+# A CPU is bound by arithmetic: verifying five drafts costs it five tokens, of which one or two are kept.
+SPECULATION_COST = 4.0
+
+
+class ServingError(RuntimeError):
+    """The check could not be made; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A greedy answer that speculation changed: the first other token, and how near the target was to a tie.
+
+    `gap`: log-probability of the plain answer's token there less that of the runner-up.
+    """
+
+    prompt_id: str
+    position: int
+    gap: float
+
+
+def plan(
+    recipe: Recipe, target: TargetInfo, draft: ArtifactRef, acceptance: ArtifactRef, responses: ArtifactRef
+) -> Plan:
+    parameters = {
+        "target": target.identity(),
+        "draft_length": recipe.evaluation.chain_length,
+        "temperatures": list(recipe.responses.heldout_temperatures),
+        "prompts": recipe.serving.prompts,
+        "max_new_tokens": recipe.serving.max_new_tokens,
+        "baselines": list(recipe.serving.baselines),
+    }
+    return Plan(STAGE, parameters, (draft, acceptance, responses))
+
+
+def estimate(
+    recipe: Recipe,
+    target: TargetInfo,
+    store: ArtifactStore,
+    draft: ArtifactRef,
+    acceptance: ArtifactRef,
+    responses: ArtifactRef,
+) -> float:
+    """Seconds: engine starts, then every prompt at every temperature with every method."""
+    methods = _methods(recipe)
+    prompts = min(recipe.serving.prompts, recipe.data.heldout) * len(recipe.responses.heldout_temperatures)
+    tokens = prompts * (recipe.data.max_prompt_tokens / 2 + recipe.serving.max_new_tokens * SPECULATION_COST)
+    engines = engine_count(recipe, target, len(methods))
+    work = engine_seconds(recipe, target, engines, tokens * len(methods)) - START_SECONDS
+    return -(-len(methods) // engines) * START_SECONDS + work
+
+
+def run(
+    recipe: Recipe,
+    target: TargetInfo,
+    store: ArtifactStore,
+    draft: ArtifactRef,
+    acceptance: ArtifactRef,
+    responses: ArtifactRef,
+) -> ArtifactRef:
+    def work(writer: ArtifactWriter) -> Mapping[str, Any]:
+        promised = choose_prompts(recipe, read_rows(ResponseRow, store.local(responses)))
+        served = _serve(recipe, target, writer, str(store.local(draft) / DRAFT_FOLDER), promised)
+        rows = list(from_table(AcceptanceRow, pq.read_table(store.local(acceptance) / ROWS)))
+        return _write(recipe, writer, promised, served, rows)
+
+    return run_plan(plan(recipe, target, draft, acceptance, responses), store, work)
+
+
+def choose_prompts(recipe: Recipe, rows: Any) -> dict[float, list[Promised]]:
+    """By temperature: the first `serving.prompts` held-out responses that have at least two answer tokens."""
+    chosen: dict[float, list[Promised]] = {}
+    for row in rows:
+        if row.split != HELDOUT:
+            continue
+        promised = Promised(row, recipe.serving.max_new_tokens)
+        those = chosen.setdefault(row.temperature, [])
+        if len(those) < recipe.serving.prompts and len(promised.answer_token_ids) > 1:
+            those.append(promised)
+    if not any(chosen.values()):
+        raise ServingError("the responses hold no held-out answer of two tokens: raise data.heldout")
+    return chosen
+
+
+def _methods(recipe: Recipe) -> list[str]:
+    return [DRAFT, PLAIN, *recipe.serving.baselines]
+
+
+def _serve(
+    recipe: Recipe,
+    target: TargetInfo,
+    writer: ArtifactWriter,
+    draft: str,
+    promised: Mapping[float, Sequence[Promised]],
+) -> list[Served]:
+    """Every method in an engine of its own, as many side by side as the device has room for."""
+    methods = _methods(recipe)
+    engines = engine_count(recipe, target, len(methods))
+    prompts = [
+        Prompt(each.response.conversation_id, temperature, each.prompt_token_ids)
+        for temperature, those in promised.items()
+        for each in those
+    ]
+    served: list[Served] = []
+    failed = threading.Event()
+    slots = list(range(engines))
+
+    with device_lock(), scratch(writer.folder) as folder, ThreadPoolExecutor(engines) as threads:
+
+        def work(method: str) -> None:
+            slot = slots.pop()
+            spec = ServeSpec(
+                target=target_files(target),
+                options=engine_options(recipe, "vllm", recipe.serving.max_num_seqs),
+                method=method,
+                draft=draft,
+                draft_length=recipe.evaluation.chain_length,
+                prompts=prompts,
+                max_new_tokens=recipe.serving.max_new_tokens,
+            )
+            try:
+                run_worker(
+                    "tasks.engines.serve_worker",
+                    spec.to_dict(),
+                    folder=folder / method,
+                    python=recipe.vllm.python,
+                    env=environment(recipe, engines, slot),
+                    on_event=lambda event: _hear(event, served),
+                    cancelled=failed.is_set,
+                )
+            except BaseException:
+                failed.set()
+                raise
+            slots.append(slot)
+
+        try:
+            for future in [threads.submit(work, method) for method in methods]:
+                future.result()
+        except BaseException:
+            failed.set()
+            raise
+    return served
+
+
+def _hear(event: dict[str, Any], served: list[Served]) -> None:
+    if event.pop("kind") == "served":
+        served.append(Served(**event))
+        each = served[-1]
+        words = (each.method, each.temperature, each.tokens, each.seconds)
+        logger.info("%s at T = %g: %d tokens in %.0f s", *words)
+
+
+def _write(
+    recipe: Recipe,
+    writer: ArtifactWriter,
+    promised: Mapping[float, Sequence[Promised]],
+    served: Sequence[Served],
+    rows: Sequence[AcceptanceRow],
+) -> Mapping[str, Any]:
+    plain = {each.temperature: each for each in served if each.method == PLAIN}
+    divergences = {
+        f"{each.method} T={each.temperature:g}": diverging(each, plain[each.temperature])
+        for each in served
+        if each.method != PLAIN and each.temperature == 0
+    }
+    checks = []
+    for each in sorted(served, key=lambda each: (each.temperature, each.method)):
+        if each.method == PLAIN:
+            continue
+        name = f"{each.method} T={each.temperature:g}"
+        identical = len(each.answers) - len(divergences[name]) if name in divergences else None
+        ours = None
+        if each.method == DRAFT:
+            those = promised[each.temperature]
+            ours = promised_rounds(rows, those, each.temperature, recipe.evaluation.chain_length)
+        checks.append(check(each, identical, ours, recipe.evaluation.bootstrap))
+    verdict = judge(checks)
+    methods = [_figures(each, promised[each.temperature]) for each in served]
+    summary = {
+        **serving_to_dict(checks),
+        "verdict": verdict,
+        "methods": methods,
+        "divergences": {name: [asdict(each) for each in those] for name, those in divergences.items()},
+    }
+    writer.write_table(COUNTERS, to_table(ServingRow, [row for each in served for row in counter_rows(each)]))
+    writer.write_json(SUMMARY, without_nan(summary))
+    for line, holds in verdict.items():
+        level, word = (logging.INFO, "yes") if holds else (logging.WARNING, "NO")
+        logger.log(level, "serving check: %s: %s", line, word)
+    return without_nan({"verdict": verdict, "methods": methods})
+
+
+def check(served: Served, identical: int | None, ours: Rounds | None, resamples: int) -> ServingCheck:
+    """One method at one temperature. Without a promise (`ours`) every decoding round counts, drafted or not.
+
+    That is what makes ngram comparable: it drafts only where the text repeats itself, and vLLM's counters
+    leave the other rounds out.
+    """
+    rounds = served.drafts if ours is not None else served.rounds
+    summary = from_counters(ServerCounters(rounds, served.drafted, tuple(served.accepted)))
+    agreement = tuple(compare(summarise(ours, resamples=resamples), summary)) if ours is not None else ()
+    return ServingCheck(
+        served.method, served.temperature, len(served.answers), identical, summary, agreement
+    )
+
+
+def diverging(served: Served, plain: Served) -> list[Divergence]:
+    """Where greedy answers with and without speculation part."""
+    found = []
+    for name, expected in plain.answers.items():
+        got = served.answers[name]
+        if got != expected:
+            pairs = zip(got, expected, strict=False)
+            position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(expected)))
+            gaps = plain.gaps.get(name, [])
+            found.append(Divergence(name, position, gaps[position] if position < len(gaps) else float("nan")))
+    return found
+
+
+def judge(checks: Sequence[ServingCheck]) -> dict[str, bool]:
+    """What was to be proved, and whether it holds."""
+    verdict = {}
+    for each in (each for each in checks if each.method == DRAFT):
+        if each.temperature == 0:
+            verdict["greedy answers are those without speculation"] = each.identical == each.prompts
+            verdict["every position lies in our interval at T=0"] = all(row.inside for row in each.agreement)
+        else:
+            agree = all(row.explained for row in each.agreement)
+            verdict[f"every position agrees within both intervals at T={each.temperature:g}"] = agree
+    return verdict
+
+
+def counter_rows(served: Served) -> list[ServingRow]:
+    """vLLM's counters as rows, one a position; a server drafts its full length every time it drafts."""
+    return [
+        ServingRow(served.method, served.temperature, position, served.drafts, served.drafts, accepted)
+        for position, accepted in enumerate(served.accepted, 1)
+    ]
+
+
+def _figures(served: Served, promised: Sequence[Promised]) -> dict[str, Any]:
+    """Speed and tau of one engine; tau counts decoding rounds, the bonus token included."""
+    stored = {each.response.conversation_id: each.answer_token_ids for each in promised}
+    decoded = served.tokens - len(served.answers)
+    return {
+        "method": served.method,
+        "temperature": served.temperature,
+        "prompts": len(served.answers),
+        "tokens": served.tokens,
+        "seconds": round(served.seconds, 2),
+        "tokens_per_second": round(served.tokens / served.seconds, 1) if served.seconds else 0.0,
+        "rounds": served.rounds,
+        "tau": decoded / served.rounds if served.rounds else float("nan"),
+        "as_stored": sum(served.answers[name] == answer for name, answer in stored.items()),
+    }
+
+
+check_serving = stage_task(STAGE, plan, run, estimate)
