@@ -87,7 +87,11 @@ def wilson(hits: float, count: float) -> tuple[float, float]:
     share, square = hits / count, _Z95**2 / count
     centre = share + square / 2
     half = _Z95 * math.sqrt(share * (1 - share) / count + square / count / 4)
-    return max(0.0, (centre - half) / (1 + square)), min(1.0, (centre + half) / (1 + square))
+    # At 0 and at 1 the ends are exact; computed, they miss them by a rounding and would leave the share
+    # outside.
+    low = (centre - half) / (1 + square) if hits > 0 else 0.0
+    high = (centre + half) / (1 + square) if hits < count else 1.0
+    return low, high
 
 
 def proportion(hits: float, count: float) -> Rate:

@@ -63,7 +63,7 @@ def promised_rounds(
         drafted.append(min(row.drafted, room))
         accepted.append(min(row.accepted, room))
     if not response:
-        raise ValueError(f"the acceptance artifact has no walked round of these prompts at T = {temperature:g}")
+        raise ValueError(f"acceptance: no walked round of these prompts at T = {temperature:g}")
     return Rounds.counted(
         "walk",
         [Response(name, each.response.category, temperature) for name, each in wanted.items()],
