@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import logging
 import os
 import runpy
 import signal
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+logger = logging.getLogger(__name__)
 
 EVENTS_VARIABLE = "DRAFTLINE_EVENTS"
 PARENT_VARIABLE = "DRAFTLINE_PARENT"
@@ -146,7 +149,11 @@ def device_lock(path: Path | None = None) -> Iterator[None]:
         base = os.environ.get("XDG_RUNTIME_DIR") or os.environ.get("TMPDIR") or "/tmp"
         path = Path(base) / f"draftline-device-{os.getuid()}.lock"
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for the device: another run of this user holds it (%s)", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

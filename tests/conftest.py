@@ -1,9 +1,12 @@
-"""Fixtures that every test may use. Nothing here reaches the network, and nothing starts before it is asked for."""
+"""Fixtures that every test may use. Nothing here reaches the network, and nothing starts before it is asked
+for.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,12 @@ os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
-# `--import-mode=importlib` leaves sys.path alone; helpers such as tests/tiny_target.py are imported as tests.*
+# The lock on the device lies here: tests of one session wait for each other, not for a build that runs beside
+# them.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="draftline-tests-")
+
+# `--import-mode=importlib` leaves sys.path alone; helpers such as tests/tiny_target.py are imported as
+# tests.*
 sys.path.insert(0, str(ROOT))
 
 
