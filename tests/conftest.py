@@ -4,7 +4,9 @@ for.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The lock on the device lies here: tests of one session wait for each other, not for a build that runs beside
 # them.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="draftline-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 # `--import-mode=importlib` leaves sys.path alone; helpers such as tests/tiny_target.py are imported as
 # tests.*
