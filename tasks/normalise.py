@@ -187,7 +187,7 @@ def _contents(turns: list[_Turn]) -> set[str]:
             kinds.add("highly_repetitive_turn")
     if turns and turns[-1].role == "assistant" and residue.cut_mid_sentence(turns[-1].content):
         kinds.add("last_gpt_cut_mid_sentence")
-    if residue.mostly_cjk([turn.content for turn in turns]):
+    if residue.mostly_cjk([turn.content for turn in turns if turn.role == "assistant"]):
         kinds.add("cjk")
     return kinds
 

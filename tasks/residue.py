@@ -13,8 +13,8 @@ SURROGATE = re.compile(r"[\ud800-\udfff]")
 # Joiners that scripts and emoji need (U+200C, U+200D) are counted and stay.
 ZERO_WIDTH = re.compile(r"[\u200c-\u200e\ufeff]")
 INVISIBLE = re.compile(r"[\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff\xad]")
-CJK = re.compile(r"[\u4e00-\u9fff\u3040-\u30ff\uac00-\ud7af]")
-HTML = re.compile(r"<(div|span|p|br)[^>]*>")
+CJK = re.compile(r"[\u4e00-\u9fff]")
+HTML = re.compile(r"</?(?:div|span|p|br|button|html)\b")
 ESCAPED = re.compile(r"(?<=\w)\\_(?=\w)")
 # Chat formats' own marks, which a tokenizer would read as the end of a turn.
 SPECIAL = re.compile(
@@ -26,7 +26,7 @@ SHARE_PROMPT = "Share Prompt"
 BUTTONS = (SHARE_PROMPT, "지금 번역하기")  # a share button, and a browser extension's "translate now"
 COPY_CODE = re.compile(r"(?m)(^```\w*\n?)?^ ?Copy code$\n?")
 THOUGHTS = (("<|begin_of_thought|>", "<|end_of_thought|>"), ("<think>", "</think>"))
-CJK_SHARE = 0.1
+CJK_SHARE = 0.05
 
 
 def kinds_in(text: str, role: str) -> set[str]:
@@ -86,7 +86,7 @@ def unclosed_thought(text: str) -> bool:
 
 
 def mostly_cjk(texts: Sequence[str]) -> bool:
-    """Whether more than a tenth of all characters are Chinese, Japanese or Korean."""
+    """Whether more than a twentieth of all characters are Han characters."""
     if all(text.isascii() for text in texts):
         return False
     count = sum(len(CJK.findall(text)) for text in texts if not text.isascii())
