@@ -13,33 +13,17 @@ import pytest
 import torch
 
 from eagle3core.export import load_draft
-from storage.artifacts import ArtifactStore
 from storage.features import FeatureReader
-from tasks.build_vocabulary import run as build_vocabulary
 from tasks.documents import heldout_documents
-from tasks.evaluate_draft import run
 from tasks.evaluate_worker import loops
 from tasks.evaluation import EXAMPLES, ROWS, Evaluation
 from tasks.report.example import examples_json, make_example, read_examples
 from tasks.target_weights import read_target_weights
-from tasks.train_draft import run as train_draft
-from tests.tasks.feature_samples import make_features, make_recipe, make_responses, make_samples, make_target
+from tests.tasks.feature_samples import make_samples
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("evaluated")
-    recipe = make_recipe(folder, **{"training.epochs": 6})
-    target, store = make_target(recipe), ArtifactStore(recipe.store.uri)
-    samples = make_samples(seed=1)
-    responses = make_responses(store, samples)
-    features = make_features(store, target, samples, responses)
-    draft = train_draft(recipe, target, store, features, build_vocabulary(recipe, target, store, responses))
-    return recipe, target, store, features, draft, run(recipe, target, store, draft, features)
-
-
-def test_the_artifact_holds_rows_figures_examples_and_curves(made):
-    *_, store, _, _, acceptance = made
+def test_the_artifact_holds_rows_figures_examples_and_curves(small_build):
+    store, acceptance = small_build.store, small_build.acceptance
     folder = store.local(acceptance)
     names = {path.name for path in folder.iterdir()}
     assert names == {ROWS, "summary.json", EXAMPLES, "curves.svg", "curves.png", "manifest.json"}
@@ -50,8 +34,8 @@ def test_the_artifact_holds_rows_figures_examples_and_curves(made):
     assert headline["tau_walk"] == evaluation.figures[0].walk.tau_micro.value
 
 
-def test_figures_are_recomputed_from_the_rows(made):
-    *_, store, _, _, acceptance = made
+def test_figures_are_recomputed_from_the_rows(small_build):
+    store, acceptance = small_build.store, small_build.acceptance
     rows = pq.read_table(store.local(acceptance) / ROWS).to_pylist()
     for figures in Evaluation.read(store.local(acceptance)).figures:
         for summary in (figures.walk, figures.anchor):
@@ -65,21 +49,22 @@ def test_figures_are_recomputed_from_the_rows(made):
                 assert rate.numerator == sum(row["accepted"] >= position for row in reached)
 
 
-def test_walked_rows_are_those_of_a_slow_walk_over_the_text(made):
+def test_walked_rows_are_those_of_a_slow_walk_over_the_text(small_build):
     """The oracle drafts one token at a time by rerunning the draft over everything it has seen."""
-    recipe, target, store, features, draft, acceptance = made
-    head = load_draft(store.local(draft) / "draft", read_target_weights(Path(target.path)).embedding)
+    build = small_build
+    store, features, draft = build.store, build.features, build.draft
+    head = load_draft(store.local(draft) / "draft", read_target_weights(Path(build.target.path)).embedding)
     document = heldout_documents(FeatureReader(store.local(features)), 0.0)[1].document
     text = document.token_ids.tolist()
     first = int(document.supervised.nonzero()[0])
     expected, row = [], first - 1
     while row + 2 < len(text):
-        drafted = min(recipe.evaluation.chain_length, len(text) - row - 2)
+        drafted = min(build.recipe.evaluation.chain_length, len(text) - row - 2)
         guess = slow_chain(head, document.features, text, row, drafted)
         accepted = next((i for i in range(drafted) if guess[i] != text[row + 2 + i]), drafted)
         expected.append((row, drafted, accepted))
         row += accepted + 1
-    rows = pq.read_table(store.local(acceptance) / ROWS).to_pylist()
+    rows = pq.read_table(store.local(build.acceptance) / ROWS).to_pylist()
     walked = [
         (r["anchor"], r["drafted"], r["accepted"])
         for r in rows
@@ -115,9 +100,10 @@ def slow_layer(draft, hidden, tokens):
     return layer.finish(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values), hidden)
 
 
-def test_coverage_counts_held_out_tokens_outside_the_map(made):
-    _, target, store, features, draft, acceptance = made
-    head = load_draft(store.local(draft) / "draft", read_target_weights(Path(target.path)).embedding)
+def test_coverage_counts_held_out_tokens_outside_the_map(small_build):
+    build = small_build
+    store, features, draft = build.store, build.features, build.draft
+    head = load_draft(store.local(draft) / "draft", read_target_weights(Path(build.target.path)).embedding)
     reader = FeatureReader(store.local(features))
     kept = set(head.target_ids.tolist())
     tokens = [
@@ -126,19 +112,20 @@ def test_coverage_counts_held_out_tokens_outside_the_map(made):
         for item in heldout_documents(reader, temperature)
         for token in item.document.token_ids[item.document.supervised].tolist()
     ]
-    (found,) = Evaluation.read(store.local(acceptance)).coverage
+    (found,) = Evaluation.read(store.local(build.acceptance)).coverage
     assert (found.category, found.tokens) == ("counting", len(tokens))
     assert found.covered == sum(token in kept for token in tokens)
 
 
-def test_examples_hold_the_whole_answer_in_order(made):
-    _, target, store, _, _, acceptance = made
+def test_examples_hold_the_whole_answer_in_order(small_build):
+    build = small_build
+    store = build.store
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(target.path)
-    examples = read_examples(store.local(acceptance) / EXAMPLES)
+    tokenizer = AutoTokenizer.from_pretrained(build.target.path)
+    examples = read_examples(store.local(build.acceptance) / EXAMPLES)
     assert len(examples) == 4
-    heldout = [s for s in make_samples(seed=1) if s.split == "heldout"]
+    heldout = [s for s in make_samples(seed=build.seed) if s.split == "heldout"]
     answers = {
         tokenizer.decode(s.token_ids[s.spans[0][0] :], skip_special_tokens=True).rstrip("\ufffd")
         for s in heldout

@@ -12,43 +12,27 @@ import pytest
 import yaml
 
 from storage.artifacts import ArtifactStore
-from tasks.build_vocabulary import run as build_vocabulary
-from tasks.evaluate_draft import run as evaluate_draft
 from tasks.evaluation import SUMMARY, Evaluation
 from tasks.model_card import headline, serve_commands
 from tasks.publish_draft import plan, run
 from tasks.report.__main__ import main
 from tasks.report.data import gather, serving_suspicion
 from tasks.report.serving import read_serving, serving_to_dict
-from tasks.train_draft import run as train_draft
-from tests.tasks.feature_samples import make_features, make_recipe, make_responses, make_samples, make_target
 from tests.tasks.report_samples import make_evaluation, make_report, make_serving
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("published")
-    recipe = make_recipe(folder, **{"training.epochs": 6})
-    target, store = make_target(recipe), ArtifactStore(recipe.store.uri)
-    samples = make_samples(seed=2)
-    responses = make_responses(store, samples)
-    features = make_features(store, target, samples, responses)
-    draft = train_draft(recipe, target, store, features, build_vocabulary(recipe, target, store, responses))
-    acceptance = evaluate_draft(recipe, target, store, draft, features)
+def made(small_build):
+    """The build's parts, a serving check that kept its promise, and the published draft."""
+    build = small_build
+    store, draft, acceptance = build.store, build.draft, build.acceptance
     with store.writer(
         "serving", "s" * 20, stage="check-serving", stage_version=1, parameters={}, inputs=[draft, acceptance]
     ) as writer:
         writer.write_json("summary.json", serving_to_dict(make_serving(make_evaluation())))
         serving = writer.commit({})
-    return (
-        recipe,
-        target,
-        store,
-        draft,
-        acceptance,
-        serving,
-        run(recipe, target, store, draft, acceptance, serving),
-    )
+    published = run(build.recipe, build.target, store, draft, acceptance, serving)
+    return build.recipe, build.target, store, draft, acceptance, serving, published
 
 
 def test_the_folder_is_what_a_server_loads_and_a_person_reads(made):

@@ -15,16 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from eagle3core.checkpoint import CheckpointError
 from eagle3core.config import DraftConfig
 from storage.artifacts import ArtifactStore
 from storage.features import FeatureReader
 from tasks.build_vocabulary import read_vocabulary
 from tasks.build_vocabulary import run as build_vocabulary
 from tasks.documents import FeatureDocuments, as_tensor, heldout_documents, heldout_temperatures, split_train
-from tasks.processes import WorkerError
-from tasks.train_draft import multiply_adds, plan, run
+from tasks.train_draft import TrainingSpec, multiply_adds, plan, run
+from tasks.train_worker import train
 from tests.tasks.feature_samples import (
     HIDDEN,
     make_features,
@@ -38,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory):
+def made(own_device, tmp_path_factory: pytest.TempPathFactory):
     """Target, responses, features and vocabulary; and a draft trained without interruption."""
     folder = tmp_path_factory.mktemp("made")
     recipe = make_recipe(folder)
@@ -176,33 +177,34 @@ def test_a_killed_run_goes_on_and_ends_bit_identical(made, tmp_path: Path):
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_checkpoint_over_another_vocabulary_is_refused(made, tmp_path: Path):
-    recipe, target, store, _, features, vocabulary, whole = made
-    work = plan(recipe, target, features, vocabulary)
-    other = ArtifactStore(str(tmp_path / "store"))
-    for ref in (features, vocabulary):
-        shutil.copytree(store.local(ref), other.root / ref.kind / ref.fingerprint)
-    # The checkpoint of a run over the same recipe whose vocabulary lacks one id of this one's.
-    with work.open(other) as writer:
-        shutil.copytree(store.local(whole) / "training", writer.folder / "training")
-    from safetensors.torch import save_file
+def make_spec(made, folder: Path) -> TrainingSpec:
+    recipe, target, store, _, features, vocabulary, _ = made
+    return TrainingSpec(
+        target=target.to_dict(),
+        features=str(store.local(features)),
+        vocabulary=str(store.local(vocabulary)),
+        folder=str(folder),
+        draft=recipe.draft.model_dump(),
+        training=recipe.training.model_dump(),
+        chain_length=recipe.evaluation.chain_length,
+    )
 
-    file = next((other.root / "draft").glob(".partial-*/training/checkpoint/step-*/tensors.safetensors"))
+
+def test_a_checkpoint_over_another_vocabulary_is_refused(made, tmp_path: Path):
+    *_, store, _, _, _, whole = made
+    shutil.copytree(store.local(whole) / "training", tmp_path / "training")
+    file = next((tmp_path / "training/checkpoint").glob("step-*/tensors.safetensors"))
     tensors = load_file(file)
     tensors["map.d2t"][-1] += 1
     save_file(tensors, file)
-    with pytest.raises(WorkerError, match="another draft vocabulary"):
-        run(recipe, target, other, features, vocabulary)
+    with pytest.raises(CheckpointError, match="another draft vocabulary"):
+        train(make_spec(made, tmp_path / "training"), torch.device("cpu"))
 
 
 def test_features_of_another_target_are_refused(made, tmp_path: Path):
-    recipe, target, _, samples, *_ = made
-    store = ArtifactStore(str(tmp_path / "store"))
-    responses = make_responses(store, samples)
-    features = make_features(store, target, samples, responses, target_fingerprint="another")
-    vocabulary = build_vocabulary(recipe, target, store, responses)
-    with pytest.raises(WorkerError, match="extract again"):
-        run(recipe, target, store, features, vocabulary)
+    spec = make_spec(made, tmp_path)
+    with pytest.raises(ValueError, match="extract again"):
+        train(replace(spec, target={**spec.target, "fingerprint": "another"}), torch.device("cpu"))
 
 
 def test_the_work_grows_with_vocabulary_and_size(made):
