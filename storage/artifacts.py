@@ -282,6 +282,8 @@ class ArtifactWriter(PartFolder):
         discard(final)  # a folder without a manifest: someone took it apart by hand
         self.write_bytes(MANIFEST, manifest.to_bytes())
         self.journal_path.unlink(missing_ok=True)
+        for folder in [self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())]:
+            sync_folder(folder)
         os.rename(self.folder, final)
         sync_folder(final.parent)
 

@@ -31,7 +31,7 @@ PARTS = "part-*.parquet"
 # Large enough that other tools read few row groups, small enough that they need not hold a whole part.
 ROW_GROUP_BYTES = 64 << 20
 # What a reader lets stay mapped: mapped pages count as its memory.
-MAPPED_BYTES = 512 << 20
+MAPPED_BYTES = 256 << 20
 
 _TEXT = ("id", "conversation_id", "source", "split", "category", "finish_reason")
 _NARROW = [

@@ -151,7 +151,6 @@ class PartFolder:
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
-            sync_folder(path.parent)
 
     def write_bytes(self, name: str, data: Any) -> Path:
         with self.create(name) as file:
@@ -234,7 +233,9 @@ def _rows(path: Path) -> int | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut."""
+    """Make renames in `folder` survive a power cut. A part's own rename need not: a part that is gone is
+    made again.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

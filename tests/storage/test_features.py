@@ -282,3 +282,24 @@ def test_a_writer_killed_at_any_moment_leaves_what_the_next_run_finishes(store: 
     samples = [make_sample(number, spec, tokens=200) for number in range(60)]
     assert read_all(store.local(ref), samples) == (60, [])
     assert [path.name for path in (store.root / "features").iterdir()] == ["aa"]
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_lose_nothing(store: ArtifactStore):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(store.root), str(Path(__file__).parents[2])]
+    random, kills = np.random.default_rng(0), 0
+    while kills < 20:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        process.stdout.readline()
+        try:
+            process.wait(random.uniform(0, 0.15))
+            store.delete(store.find("features", "aa"))  # it was quick enough to finish: from the start again
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+        process.stdout.close()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    spec = make_spec(hidden_size=256)
+    samples = [make_sample(number, spec, tokens=200) for number in range(60)]
+    assert read_all(store.local(store.find("features", "aa")), samples) == (60, [])
