@@ -1,4 +1,5 @@
-"""What benchmarks share: arguments, a clock, the floor's GEMM rate, peak memory, tables, and the results file.
+"""What benchmarks share: arguments, a clock, the floor's GEMM rate, peak memory, tables, and the results
+file.
 
 In: a benchmark's rows. Out: a table on the terminal and, on a full run, benchmarks/results/NAME.json.
 """
@@ -26,7 +27,9 @@ RESULTS = Path(__file__).parent / "results"
 def arguments(name: str, description: str) -> argparse.ArgumentParser:
     """The arguments that every benchmark takes; add your own."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    parser.add_argument("--quick", action="store_true", help="a small run of under 45 seconds; writes no results")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small run of under 45 seconds; writes no results"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser
 
@@ -65,8 +68,9 @@ def resident_bytes() -> int:
 
 
 def in_new_process(module: str, case: Mapping[str, Any], threads: int = 1) -> dict[str, Any]:
-    """Run `python -m module --case JSON` in a process of its own (so that peak memory is the case's) and read the
-    JSON it prints last. Raises RuntimeError with its error output."""
+    """Run `python -m module --case JSON` in a process of its own (so that peak memory is the case's) and read
+    the JSON it prints last. Raises RuntimeError with its error output.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", module, "--case", json.dumps(case)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -92,16 +96,30 @@ def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) ->
         cells.append(["-" if value is None else column.form.format(value) for column, value in values])
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for number, line in enumerate(cells):
-        print("  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))))
+        print(
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+        )
         if number == 0:
             print("  ".join("-" * width for width in widths))
 
 
 def machine() -> dict[str, Any]:
     """What figures depend on."""
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "gpu": gpu, "torch": torch.__version__}
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+        "torch": torch.__version__,
+    }
 
 
 def write_results(name: str, figures: Any, options: argparse.Namespace) -> None:

@@ -1,7 +1,9 @@
-"""One exact TTT training step on one CPU thread, beside its floor: counted FLOPs over the GEMM rate of the same run.
+"""One exact TTT training step on one CPU thread, beside its floor: counted FLOPs over the GEMM rate of the
+same run.
 
-In: shape S (SmolLM2-135M's), synthetic documents or the masks of real answers. Out: CPU seconds, peak memory, growth with T, and
-what the optimizer, the loader and the checkpoint take. Every case runs in a process of its own.
+In: shape S (SmolLM2-135M's), synthetic documents or the masks of real answers. Out: CPU seconds, peak memory,
+growth with T, and what the optimizer, the loader and the checkpoint take. Every case runs in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from typing import Any
 import torch
 
 from benchmarks.harness import (
-    Column, arguments, cpu_seconds, gemm_rate, in_new_process, peak_bytes, print_table, resident_bytes, write_results,
+    Column,
+    arguments,
+    cpu_seconds,
+    gemm_rate,
+    in_new_process,
+    peak_bytes,
+    print_table,
+    resident_bytes,
+    write_results,
 )
 from eagle3core.batch import Document, TopKTeacher
 from eagle3core.config import DraftConfig
@@ -29,7 +39,8 @@ from eagle3core.training_config import TrainingConfig
 
 STEPS = 7
 VOCABULARY = 49152
-# CPU seconds per step and peak GB that two public trainers took for shape S on this kind of machine; both compute every row.
+# CPU seconds per step and peak GB that two public trainers took for shape S on this kind of machine; both
+# compute every row.
 PUBLIC = {8192: ("3.7 / 4.2", "1.5 to 1.6"), 32000: ("14.1 / 11.4", "2.3 to 2.5")}
 BARS = {("full", 8192): 3.4, ("full", 32000): 9.0, ("real", 8192): 1.9, ("real", 32000): 4.5}
 MEMORY_BARS = {512: 0.7, 4096: 1.6}  # GB over the imported process, D = 32000
@@ -38,27 +49,49 @@ MEMORY_BARS = {512: 0.7, 4096: 1.6}  # GB over the imported process, D = 32000
 def make_draft(draft_vocabulary: int) -> Eagle3Draft:
     """A random draft of shape S."""
     config = DraftConfig(
-        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
-        vocab_size=VOCABULARY, draft_vocab_size=draft_vocabulary, rms_norm_eps=1e-5, rope_theta=100_000.0,
-        max_position_embeddings=16384, layer_ids=(2, 15, 27),
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=draft_vocabulary,
+        rms_norm_eps=1e-5,
+        rope_theta=100_000.0,
+        max_position_embeddings=16384,
+        layer_ids=(2, 15, 27),
     )
     return Eagle3Draft(config)
 
 
 def make_document(supervised: torch.Tensor, draft_vocabulary: int, seed: int) -> Document:
-    """Random content under a given mask [T]; the teacher's top 16 always lie in the draft vocabulary, so every label counts."""
+    """Random content under a given mask [T]; the teacher's top 16 always lie in the draft vocabulary, so
+    every label counts.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = len(supervised)
-    log_probs = (3 * torch.randn(tokens - 1, 17, generator=generator)).log_softmax(-1).sort(descending=True).values
+    log_probs = (
+        (3 * torch.randn(tokens - 1, 17, generator=generator)).log_softmax(-1).sort(descending=True).values
+    )
     ids = torch.randint(0, draft_vocabulary, (tokens - 1, 16), generator=generator)
     features = torch.randn(tokens - 1, 3 * 576, generator=generator)
     token_ids = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
-    return Document(f"synthetic-{seed}", token_ids, supervised, features, TopKTeacher(ids, log_probs[:, :16], log_probs[:, 16]))
+    return Document(
+        f"synthetic-{seed}",
+        token_ids,
+        supervised,
+        features,
+        TopKTeacher(ids, log_probs[:, :16], log_probs[:, 16]),
+    )
 
 
 def real_masks(path: Path | None, count: int) -> list[torch.Tensor] | None:
-    """Masks of `count` real answers (columns prompt_token_ids, response_token_ids), or None where there is no such file."""
-    shared = Path(__file__).resolve().parents[2] / "shared/data/regenerated/smollm2-135m_sharegpt_train.parquet"
+    """Masks of `count` real answers (columns prompt_token_ids, response_token_ids), or None where there is no
+    such file.
+    """
+    shared = (
+        Path(__file__).resolve().parents[2] / "shared/data/regenerated/smollm2-135m_sharegpt_train.parquet"
+    )
     path = path or shared
     if not path.exists():
         return None
@@ -66,7 +99,9 @@ def real_masks(path: Path | None, count: int) -> list[torch.Tensor] | None:
 
     table = pyarrow.parquet.read_table(path, columns=["prompt_token_ids", "response_token_ids"])
     lengths = [(len(row["prompt_token_ids"]), len(row["response_token_ids"])) for row in table.to_pylist()]
-    return [torch.arange(prompt + answer) >= prompt for prompt, answer in lengths if prompt + answer <= 512][:count]
+    return [torch.arange(prompt + answer) >= prompt for prompt, answer in lengths if prompt + answer <= 512][
+        :count
+    ]
 
 
 def synthetic_masks(count: int) -> list[torch.Tensor]:
@@ -77,10 +112,11 @@ def synthetic_masks(count: int) -> list[torch.Tensor]:
 
 
 def step_flops(batch: PackedBatch, draft: Eagle3Draft) -> float:
-    """Multiplications and additions of the step's matrix products, forward and backward, over the rows that this engine computes.
+    """Multiplications and additions of the step's matrix products, forward and backward, over the rows that
+    this engine computes.
 
-    A product costs 3 GEMMs where its input needs a gradient, 2 where it does not (fc reads stored features). Attention: 2 products
-    forward, 5 backward, over the (query, key) pairs that are not masked.
+    A product costs 3 GEMMs where its input needs a gradient, 2 where it does not (fc reads stored features).
+    Attention: 2 products forward, 5 backward, over the (query, key) pairs that are not masked.
     """
     c = draft.config
     rows, kv, q = len(batch.tokens), c.num_key_value_heads * c.head_dim, c.num_attention_heads * c.head_dim
@@ -128,7 +164,11 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             start += len(group)
         del documents
         seconds = [
-            cpu_seconds(lambda batch=batch: trainer.train_step(StepBatches(STEPS, (batch,)), 1, 10), case["repeats"], not number)
+            cpu_seconds(
+                lambda batch=batch: trainer.train_step(StepBatches(STEPS, (batch,)), 1, 10),
+                case["repeats"],
+                not number,
+            )
             for number, batch in enumerate(batches)
         ]
         peak = peak_bytes() - before
@@ -139,8 +179,15 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     tokens = sum(sum(len(masks[i]) for i in group) for group in bins) / len(bins)
     supervised = sum(sum(int(masks[i].sum()) for i in group) for group in bins) / len(bins)
     return {
-        **case, "seconds": mean, "floor": floor, "ratio": mean / floor, "gflops": rate / 1e9, "peak_gb": peak / 1e9,
-        "mean_tokens": tokens, "supervised_share": supervised / tokens, "us_per_row": 1e6 * mean / tokens,
+        **case,
+        "seconds": mean,
+        "floor": floor,
+        "ratio": mean / floor,
+        "gflops": rate / 1e9,
+        "peak_gb": peak / 1e9,
+        "mean_tokens": tokens,
+        "supervised_share": supervised / tokens,
+        "us_per_row": 1e6 * mean / tokens,
         "optimizer_share": optimizer / mean,
     }
 
@@ -170,10 +217,20 @@ def run_loop(case: dict[str, Any]) -> dict[str, Any]:
 def cases(quick: bool, path: Path | None) -> list[dict[str, Any]]:
     common = {"path": str(path) if path else None}
     full = lambda vocabulary, tokens, repeats: {
-        **common, "masks": "full", "draft_vocabulary": vocabulary, "tokens": tokens, "bins": 1, "repeats": repeats,
+        **common,
+        "masks": "full",
+        "draft_vocabulary": vocabulary,
+        "tokens": tokens,
+        "bins": 1,
+        "repeats": repeats,
     }
     real = lambda vocabulary: {
-        **common, "masks": "real", "draft_vocabulary": vocabulary, "tokens": 512, "bins": 2 if quick else 6, "repeats": 1,
+        **common,
+        "masks": "real",
+        "draft_vocabulary": vocabulary,
+        "tokens": 512,
+        "bins": 2 if quick else 6,
+        "repeats": 1,
     }
     if quick:
         return [full(8192, 512, 1), full(32000, 512, 1), real(8192)]
@@ -183,7 +240,9 @@ def cases(quick: bool, path: Path | None) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments("ttt_step", "CPU seconds and memory of one exact TTT training step")
-    parser.add_argument("--data", type=Path, help="a Parquet file of real answers; default: found next to the repository")
+    parser.add_argument(
+        "--data", type=Path, help="a Parquet file of real answers; default: found next to the repository"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.case:
@@ -198,31 +257,49 @@ def main(argv: Sequence[str] | None = None) -> None:
         row["memory_bar"] = MEMORY_BARS.get(row["tokens"]) if row["masks"] == "full" else None
     loop = in_new_process(
         "benchmarks.ttt_step",
-        {"masks": "loop", "path": str(options.data) if options.data else None, "documents": 8 if options.quick else 40},
+        {
+            "masks": "loop",
+            "path": str(options.data) if options.data else None,
+            "documents": 8 if options.quick else 40,
+        },
     )
     report(rows, loop)
     write_results("ttt_step", {"steps": rows, "loop": loop}, options)
 
 
 def report(rows: list[dict[str, Any]], loop: dict[str, Any]) -> None:
-    print(f"shape S, {STEPS} TTT steps, fp32, AdamW included, one thread; public trainers: " + "; ".join(
-        f"D = {size}: {seconds} CPU s, {memory} GB" for size, (seconds, memory) in PUBLIC.items()
-    ))
+    print(
+        f"shape S, {STEPS} TTT steps, fp32, AdamW included, one thread; public trainers: "
+        + "; ".join(f"D = {size}: {seconds} CPU s, {memory} GB" for size, (seconds, memory) in PUBLIC.items())
+    )
     print_table(
         [
-            Column("rows", "masks"), Column("D", "draft_vocabulary"), Column("T", "tokens"),
-            Column("supervised", "supervised_share", "{:.2f}"), Column("floor s", "floor", "{:.2f}"),
-            Column("CPU s", "seconds", "{:.2f}"), Column("ratio", "ratio", "{:.2f}"), Column("bar s", "bar", "{:.1f}"),
-            Column("us/row", "us_per_row", "{:.0f}"), Column("peak GB", "peak_gb", "{:.2f}"),
-            Column("bar GB", "memory_bar", "{:.1f}"), Column("GFLOP/s", "gflops", "{:.0f}"),
+            Column("rows", "masks"),
+            Column("D", "draft_vocabulary"),
+            Column("T", "tokens"),
+            Column("supervised", "supervised_share", "{:.2f}"),
+            Column("floor s", "floor", "{:.2f}"),
+            Column("CPU s", "seconds", "{:.2f}"),
+            Column("ratio", "ratio", "{:.2f}"),
+            Column("bar s", "bar", "{:.1f}"),
+            Column("us/row", "us_per_row", "{:.0f}"),
+            Column("peak GB", "peak_gb", "{:.2f}"),
+            Column("bar GB", "memory_bar", "{:.1f}"),
+            Column("GFLOP/s", "gflops", "{:.0f}"),
             Column("AdamW", "optimizer_share", "{:.1%}"),
         ],
         rows,
     )
-    by_length = {row["tokens"]: row["us_per_row"] for row in rows if row["masks"] == "full" and row["draft_vocabulary"] == 32000}
+    by_length = {
+        row["tokens"]: row["us_per_row"]
+        for row in rows
+        if row["masks"] == "full" and row["draft_vocabulary"] == 32000
+    }
     if 8192 in by_length:
         print(f"cost per row, T 512 to 8192: x{by_length[8192] / by_length[512]:.2f} (bar 1.6)")
-    print(f"loader's wait {loop['loader_wait_share']:.1%} of the step (bar 3 %); a checkpoint {loop['checkpoint_seconds']:.2f} s")
+    print(
+        f"loader's wait {loop['loader_wait_share']:.1%} of the step (bar 3 %); a checkpoint {loop['checkpoint_seconds']:.2f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -26,14 +26,10 @@ def save_draft(draft: Eagle3Draft, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = draft.config
-    left_out = {"embed_tokens.weight"}
-    if config.draft_vocab_size == config.vocab_size:
-        left_out |= set(MAP_NAMES)
-    tensors = {
-        name: value.detach().cpu().contiguous()
-        for name, value in draft.state_dict().items()
-        if name not in left_out
-    }
+    named = {name: value for name, value in draft.named_parameters() if name != "embed_tokens.weight"}
+    if config.draft_vocab_size < config.vocab_size:
+        named |= {name: getattr(draft, name) for name in MAP_NAMES}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in named.items()}
     partial = folder / ".model.safetensors"
     save_file(tensors, partial, metadata={"format": "pt"})
     os.replace(partial, folder / "model.safetensors")

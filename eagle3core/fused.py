@@ -1,7 +1,7 @@
 """Layers that remember less: their GEMMs' input is made again in backward from what is kept anyway.
 
-In: fp32 rows, and weights in the compute dtype. Out: the layer's result. An RMSNorm's or SwiGLU's output is cheap to
-make and wide to keep; autograd would keep it for the weight's gradient. No GEMM is repeated.
+In: fp32 rows, and weights in the compute dtype. Out: the layer's result. An RMSNorm's or SwiGLU's output is
+cheap to make and wide to keep; autograd would keep it for the weight's gradient. No GEMM is repeated.
 """
 
 from __future__ import annotations

@@ -28,11 +28,10 @@ from eagle3core.rotary import rotate
 class LayerWeights:
     """The layer's weights as the unroll multiplies with them, in the compute dtype, made once per batch.
 
-    The attention input is [norm(embedding), norm(hidden)], so W x = W_token norm(embedding) + W_state norm(hidden):
-    the first product belongs to a token, not to a step, and is made once per row, not once per row and step.
-    The norms before the projections are folded in (`fold_norm`).
-    token, state: [(heads + 2 kv_heads) d, H], queries then keys then values. out: [H, heads d].
-    gate_up: [2 I, H]. down: [H, I].
+    The attention input is [norm(embedding), norm(hidden)], so W x = W_token norm(embedding) + W_state
+    norm(hidden): the first product belongs to a token, not to a step, and is made once per row, not once per
+    row and step. The norms before the projections are folded in (`fold_norm`). token, state: [(heads + 2
+    kv_heads) d, H], queries then keys then values. out: [H, heads d]. gate_up: [2 I, H]. down: [H, I].
     """
 
     token: Tensor

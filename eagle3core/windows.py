@@ -46,7 +46,8 @@ class Varlen:
 class Windows:
     """spans: the windows, their slots side by side.
 
-    slots: [alive] int64, where each chain's query lies among `size` slots; None where each lies at its own place.
+    slots: [alive] int64, where each chain's query lies among `size` slots; None where each lies at its own
+    place.
     """
 
     spans: tuple[Window, ...]

@@ -31,7 +31,12 @@ def gradients(draft: Eagle3Draft) -> dict[str, torch.Tensor]:
 
 
 def packed_step(
-    draft: Eagle3Draft, documents: list[Document], steps: int, unroll: Unroll | None = None, loss: str = "ce", **options
+    draft: Eagle3Draft,
+    documents: list[Document],
+    steps: int,
+    unroll: Unroll | None = None,
+    loss: str = "ce",
+    **options,
 ) -> StepResult:
     head = TargetHead.build(*HEAD, 1e-5, draft.target_ids)
     batch = pack(documents, draft_id_table(draft.t2d), steps, target_head=head, **options)
@@ -40,11 +45,15 @@ def packed_step(
     return result
 
 
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = TOLERANCE) -> None:
+def assert_same(
+    left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = TOLERANCE
+) -> None:
     assert left.keys() == right.keys()
     for name, value in left.items():
         scale = max(1.0, float(value.abs().max()))
-        torch.testing.assert_close(right[name], value, rtol=0, atol=tolerance * scale, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            right[name], value, rtol=0, atol=tolerance * scale, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 MASKS = {
@@ -61,7 +70,7 @@ VERSIONS = {
 }
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 99),
     version=st.sampled_from(list(VERSIONS)),
@@ -93,7 +102,9 @@ def test_step_equals_drafting_each_chain_by_itself(
     wanted = gradients(draft)
     result = packed_step(draft, documents, steps)
     assert result.loss.item() == pytest.approx(expected.item(), abs=TOLERANCE * max(1, expected.item()))
-    count = lambda value: [sum(value(logits.detach(), p) for i, logits, p in rows if i == step) for step in range(steps)]
+    count = lambda value: [
+        sum(value(logits.detach(), p) for i, logits, p in rows if i == step) for step in range(steps)
+    ]
     assert result.labels.tolist() == count(lambda logits, p: 1)
     assert result.hits.tolist() == count(lambda logits, p: int(logits.argmax() == p.argmax()))
     overlap = count(lambda logits, p: float(torch.minimum(p, logits.softmax(0)).sum()))
@@ -118,7 +129,9 @@ def test_windows_with_wide_holes_equal_the_dense_rows() -> None:
     assert_same(wanted, gradients(draft))
 
 
-@pytest.mark.parametrize("unroll", [Unroll(recompute=True), pytest.param(None, id="compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "unroll", [Unroll(recompute=True), pytest.param(None, id="compiled", marks=pytest.mark.slow)]
+)
 def test_options_change_no_gradient(unroll: Unroll | None) -> None:
     draft = make_draft(norm_output=True)
     plain = packed_step(draft, answers(), 4)
@@ -129,7 +142,8 @@ def test_options_change_no_gradient(unroll: Unroll | None) -> None:
 
 
 def test_document_order_and_neighbours_change_nothing() -> None:
-    """Nothing leaks over a document's end: packed together or summed one by one, the gradients are the same."""
+    """Nothing leaks over a document's end: packed together or summed one by one, the gradients are the same.
+    """
     draft, documents = make_draft(), answers(4)
     packed_step(draft, documents, 5)
     together = gradients(draft)
@@ -145,7 +159,7 @@ def test_sampled_anchors_have_an_unbiased_gradient() -> None:
     draft, documents = make_draft(), answers(3)
     packed_step(draft, documents, 4)
     whole = gradients(draft)
-    generator, draws = torch.Generator().manual_seed(0), 400
+    generator, draws = torch.Generator().manual_seed(0), 200
     total = {name: torch.zeros_like(value) for name, value in whole.items()}
     fewer = 0
     table = draft_id_table(draft.t2d)
@@ -159,11 +173,15 @@ def test_sampled_anchors_have_an_unbiased_gradient() -> None:
             total[name] += value / draws
     assert fewer > 0.9 * draws
     for name, value in whole.items():
-        assert (total[name] - value).norm() < 0.1 * value.norm(), name
+        assert (total[name] - value).norm() < 0.15 * value.norm(), name
 
 
-def chain_table(draft: Eagle3Draft, documents: list[Document], steps: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Per chain: alphas by step (0 where the step is not scored), and cross-entropies, for the losses that weigh chains."""
+def chain_table(
+    draft: Eagle3Draft, documents: list[Document], steps: int
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Per chain: alphas by step (0 where the step is not scored), and cross-entropies, for the losses that
+    weigh chains.
+    """
     from ttt_oracle import chain_logits, target_distribution
 
     table = []
@@ -211,7 +229,9 @@ def test_overlap_losses_have_their_gradients(loss: str, teacher: str) -> None:
 
     expected = torch.zeros(())
     for step in range(steps):
-        expected = expected + 0.8**step * torch.stack([row_loss(p, z) for i, z, p in rows if i == step]).mean()
+        expected = (
+            expected + 0.8**step * torch.stack([row_loss(p, z) for i, z, p in rows if i == step]).mean()
+        )
     expected.backward()
     wanted = gradients(draft)
     result = packed_step(draft, documents, steps, loss=loss)

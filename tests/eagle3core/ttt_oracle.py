@@ -44,7 +44,7 @@ def make_draft(
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             elif "embed" not in name:
-                parameter.normal_(0, 0.3)
+                parameter.normal_(0, 0.2)
     draft.set_vocabulary(torch.randperm(vocabulary)[:draft_vocabulary].sort().values)
     return draft
 
