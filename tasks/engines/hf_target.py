@@ -5,6 +5,7 @@ In: a loaded model and the captured layer ids (HF `hidden_states` indices). Out:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from eagle3core.decoding.target import Block, SlotCache, TargetOutput
+from eagle3core.decoding.target import Block, SlotCache, TargetOutput, prompt_block
 
 
 class HuggingFaceTarget:
@@ -20,15 +21,13 @@ class HuggingFaceTarget:
 
     def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, int, int]) -> None:
         self._model = model.eval()
-        self._captured: dict[int, Tensor] = {}
-        self._layer_ids = layer_ids
         self._layers = model.config.get_text_config().num_hidden_layers
-        modules = [*model.base_model.layers, model.base_model.norm]
-        for layer in set(layer_ids):
-            if not 0 <= layer <= self._layers:
-                raise ValueError(f"layer id {layer} is not in 0..{self._layers}, the target's hidden states")
-            # hidden_states[k] is what goes into layer k (0-based), and into the final norm for the last.
-            modules[layer].register_forward_pre_hook(self._keeper(layer))
+        self._layer_ids = self._known(layer_ids)
+        self._wanted: tuple[int, ...] = ()
+        self._captured: dict[int, Tensor] = {}
+        # hidden_states[k] is what goes into layer k (0-based), and into the final norm for the last.
+        for layer, module in enumerate([*model.base_model.layers, model.base_model.norm]):
+            module.register_forward_pre_hook(self._keeper(layer))
 
     @classmethod
     def load(cls, folder: Path, layer_ids: tuple[int, int, int], dtype: torch.dtype) -> HuggingFaceTarget:
@@ -43,10 +42,22 @@ class HuggingFaceTarget:
     def new_cache(self, batch: int, slots: int) -> SlotCache:
         return SlotCache(batch, slots, self._layers)
 
-    @torch.no_grad()
     def forward(self, block: Block, cache: SlotCache) -> TargetOutput:
+        return self._run(block, cache, self._layer_ids)
+
+    def capture(self, texts: Sequence[Tensor], layer_ids: tuple[int, int, int]) -> list[Tensor]:
+        """Features [T - 1, 3H] of every text [T] at any three layers, all texts in one padded batch."""
+        cache = self.new_cache(len(texts), max(len(text) for text in texts))
+        output = self._run(prompt_block([text[:-1] for text in texts], cache), cache, self._known(layer_ids))
+        return [
+            features[: len(text) - 1].cpu() for features, text in zip(output.features, texts, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _run(self, block: Block, cache: SlotCache, layer_ids: tuple[int, int, int]) -> TargetOutput:
         device = self._model.device
         mask = block.mask.to(device)[:, None]
+        self._wanted = layer_ids
         output = self._model(
             input_ids=block.token_ids.to(device),
             position_ids=block.positions.to(device),
@@ -56,13 +67,21 @@ class HuggingFaceTarget:
             past_key_values=_BlockCache(cache, block.slots.to(device), mask.shape[-1]),
             use_cache=True,
         )
-        features = torch.cat([self._captured[layer] for layer in self._layer_ids], dim=-1)
+        features = torch.cat([self._captured[layer] for layer in layer_ids], dim=-1)
+        self._wanted = ()
         self._captured.clear()
         return TargetOutput(output.logits, features)
 
+    def _known(self, layer_ids: tuple[int, int, int]) -> tuple[int, int, int]:
+        for layer in layer_ids:
+            if not 0 <= layer <= self._layers:
+                raise ValueError(f"layer id {layer} is not in 0..{self._layers}, the target's hidden states")
+        return layer_ids
+
     def _keeper(self, layer: int) -> Any:
         def keep(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._captured[layer] = inputs[0]
+            if layer in self._wanted:
+                self._captured[layer] = inputs[0]
 
         return keep
 
