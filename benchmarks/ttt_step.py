@@ -298,7 +298,8 @@ def report(rows: list[dict[str, Any]], loop: dict[str, Any]) -> None:
     if 8192 in by_length:
         print(f"cost per row, T 512 to 8192: x{by_length[8192] / by_length[512]:.2f} (bar 1.6)")
     print(
-        f"loader's wait {loop['loader_wait_share']:.1%} of the step (bar 3 %); a checkpoint {loop['checkpoint_seconds']:.2f} s"
+        f"loader's wait {loop['loader_wait_share']:.1%} of the step (bar 3 %); "
+        f"a checkpoint {loop['checkpoint_seconds']:.2f} s"
     )
 
 

@@ -36,20 +36,6 @@ class Ranks:
         return self.rank == 0
 
 
-def join_ranks() -> torch.device:
-    """Join the other ranks if `torchrun` started this process; returns the device to train on. For a
-    program's start.
-    """
-    cuda = torch.cuda.is_available()
-    if not dist.is_torchelastic_launched():
-        return torch.device("cuda" if cuda else "cpu")
-    device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    return device
-
-
 def wrap(module: nn.Module, sharding: str, device: torch.device) -> nn.Module:
     """`module` for several ranks ("ddp": replicated; "fsdp": parameters, gradients and optimizer state
     sharded); as it is for one.

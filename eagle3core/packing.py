@@ -142,10 +142,8 @@ def _scored(document: Document, labels: Tensor, steps: int, follow: Chains) -> T
     """
     supervised = document.supervised
     rows = max(len(supervised) - 2, 0)
-    if follow is Chains.TRAINED:
-        good = supervised[2:] & (labels[1:] != OUTSIDE)
-    else:
-        good = supervised[2:]
+    counts = labels[1:] != OUTSIDE if follow is Chains.TRAINED else True
+    good = supervised[2:] & counts
     padded = torch.cat([good, good.new_zeros(steps)])
     scored = torch.stack([padded[step : step + rows] for step in range(steps)])
     if follow is Chains.SERVED:

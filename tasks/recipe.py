@@ -106,7 +106,7 @@ class Training(Section):
     ttt_steps: Positive = 7
     ttt_ramp: list[tuple[int, int]] = Field([], description="[optimizer step, TTT steps] pairs: fewer steps at first")
     step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="Loss weight of TTT step i is step_decay**i")
-    loss: Literal["ce", "lk-alpha", "lk-lambda", "acceptance"] = "ce"
+    loss: Literal["ce", "lk-alpha", "lk-lambda", "acceptance", "d-pace"] = "ce"
     epochs: Positive = 1
     max_steps: Positive | None = None
     max_cpu_minutes: Annotated[float, Field(gt=0)] | None = None
@@ -121,6 +121,8 @@ class Training(Section):
     anchor_share: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Share of chains that go past step 0")
     compile: bool = False
     activation_checkpointing: bool = False
+    deterministic: bool = Field(False, description="Refuse kernels whose sums have no fixed order")
+    sharding: Literal["ddp", "fsdp"] = Field("ddp", description="How several GPUs share the work")
     checkpoint_every: Positive = 100
     evaluate_every: Positive = 200
     threads: Positive | None = Field(None, description="CPU threads; default: the cores this process may use")
