@@ -30,6 +30,8 @@ INDEX = "index.parquet"
 PARTS = "part-*.parquet"
 # Large enough that other tools read few row groups, small enough that they need not hold a whole part.
 ROW_GROUP_BYTES = 64 << 20
+# A page's size is a signed 32-bit number in Parquet.
+LARGEST_VALUE = (1 << 31) - 1024
 # What a reader lets stay mapped: mapped pages count as its memory.
 MAPPED_BYTES = 256 << 20
 
@@ -93,6 +95,8 @@ class FeatureWriter:
         tokens = len(sample.token_ids)
         if tokens < 2:
             raise StorageError(f"sample {sample.id}: {tokens} tokens; features need at least 2")
+        if max(wide.size(tokens) for wide in self._wide) > LARGEST_VALUE:
+            raise StorageError(f"sample {sample.id}: {tokens} tokens are more than a Parquet value can hold")
         if any(not 0 <= start < end <= tokens for start, end in sample.spans):
             raise StorageError(f"sample {sample.id}: spans {sample.spans} do not lie in its {tokens} tokens")
         arrays = []

@@ -156,6 +156,13 @@ def test_a_sample_that_does_not_fit_is_refused(tmp_path: Path, changes: dict, me
     assert writer.finished() == set() and list(tmp_path.glob("*.parquet")) == []
 
 
+def test_a_value_larger_than_parquet_allows_is_refused(tmp_path: Path):
+    spec = make_spec(hidden_size=8192)
+    huge = replace(make_sample(0, make_spec(), tokens=10), token_ids=np.zeros(50_000, np.int32))
+    with pytest.raises(StorageError, match="50000 tokens are more than a Parquet value can hold"):
+        FeatureWriter(PartFolder(tmp_path), spec).write_part(0, [huge])
+
+
 def test_doubled_samples_and_mixed_specs_are_refused(tmp_path: Path):
     spec = make_spec()
     writer = FeatureWriter(PartFolder(tmp_path), spec)
