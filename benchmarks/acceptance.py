@@ -44,9 +44,9 @@ SETS = {
     "math-500": "math500.jsonl",
 }
 OWN = {"own": ["Why is the sky blue?", "Name three rivers.", "Write a haiku.", "What is 12 times 7?"]}
-LONGEST_PROMPT = 160  # tokens; longer ones keep their end, where the question is
+LONGEST_PROMPT = 96  # tokens; longer ones keep their end, where the question is
 CHAIN = Chain(5)
-PAPER_TREE = DynamicTree()
+PAPER_TREE, SMALL_TREE = DynamicTree(), DynamicTree(nodes=20, depth=5, top_k=5)
 Result = TypeVar("Result")
 
 
@@ -73,10 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments("acceptance", __doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, required=True, help="a Hugging Face folder with a tokenizer")
     parser.add_argument("--draft", type=Path, help="a draft's folder; default: one overfitted here")
-    parser.add_argument("--tokens", type=int, help="new tokens a prompt")
+    parser.add_argument("--tokens", type=int, help="new tokens a prompt; default 16, quick 12")
+    parser.add_argument("--paper-tree", action="store_true", help="60 nodes, depth 8: an hour on one core")
     options = parser.parse_args(argv)
-    tokens = options.tokens or (12 if options.quick else 24)
-    tree = DynamicTree(16, 4, 4) if options.quick else PAPER_TREE
+    tokens = options.tokens or (12 if options.quick else 16)
+    tree = PAPER_TREE if options.paper_tree else SMALL_TREE
     model = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32)
     prompts = read_prompts(options.target, per_set=1 if options.quick else 11)
     embedding = model.get_input_embeddings().weight.detach()
@@ -246,9 +247,9 @@ def costs(
     quick: bool,
 ) -> dict[str, Any]:
     """Predicted from timings at one sequence, and measured over whole runs at eight."""
-    options = {"target_sizes": (1, 6, 16), "repeats": 1} if quick else {"repeats": 3}
-    alone = measure_costs(target, draft, context=160, **options)
-    together = measure_costs(target, draft, context=160, batch=8, **options)
+    options = {"target_sizes": (1, 6, 16), "repeats": 1} if quick else {"repeats": 2}
+    alone = measure_costs(target, draft, context=LONGEST_PROMPT, **options)
+    together = measure_costs(target, draft, context=LONGEST_PROMPT, batch=8, **options)
     chain = summarise(rounds_of(runs["chain"].result, responses, CHAIN, "chain"), resamples=2)
     wide = summarise(rounds_of(runs["tree"].result, responses, tree, "tree"), resamples=2)
     print("\nOne pass of the target, ms, by tokens verified")

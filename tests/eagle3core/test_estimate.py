@@ -219,7 +219,7 @@ def test_greedy_text_under_the_sampled_proposal_is_the_greedy_estimate(target, p
 
 
 def test_the_estimates_interval_covers_at_the_rate_it_promises():
-    """1,000 repeats of 40 prompts of a known population: chances differ by prompt, so rounds are not independent."""
+    """1,000 repeats of 40 prompts of a known population of unlike prompts: rounds are not independent."""
     generator = torch.Generator().manual_seed(0)
     rows, length = 16, 3
     everyone = _population(4000, rows, length, generator)
