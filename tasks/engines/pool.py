@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 # Measured with SmolLM2-135M in fp32: an engine's own memory beside weights and KV cache.
 ENGINE_BYTES = 2 << 30
+SAY_EVERY = 30.0  # seconds between two progress lines
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,12 @@ def environment(recipe: Recipe, engines: int, number: int) -> dict[str, str]:
         "DO_NOT_TRACK": "true",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if cuda_devices():
+    if devices := cuda_devices():
         width = recipe.vllm.tensor_parallel
-        devices = range(number * width, (number + 1) * width)
-        return values | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+        # Of those that we may use ourselves, which need not be the machine's first.
+        named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
+        own = named.split(",")[number * width : (number + 1) * width]
+        return values | {"CUDA_VISIBLE_DEVICES": ",".join(own)}
     threads = recipe.vllm.threads or max(1, cores() // engines)
     if recipe.vllm.kv_cache_gb:
         values["VLLM_CPU_KVCACHE_SPACE"] = str(recipe.vllm.kv_cache_gb)
@@ -203,6 +207,7 @@ class _Inbox:
     def __init__(self, on_part: Callable[[Part], None], engines: int) -> None:
         self._on_part = on_part
         self._lock = threading.Lock()
+        self._said = time.monotonic()
         self._started = [0.0] * engines
         self._progress: list[dict[str, Any]] = [{"tokens": 0, "requests": 0, "seconds": 0.0}] * engines
 
@@ -215,9 +220,11 @@ class _Inbox:
                 logger.info("engine %d is up after %.0f s", number, event["seconds"])
             elif event["kind"] == "progress":
                 self._progress[number] = event
-                total = self.total()
-                rate = total.tokens / max(1e-9, total.work_seconds)
-                logger.info("%d new tokens, %.0f/s", total.tokens, rate)
+                if time.monotonic() - self._said > SAY_EVERY:
+                    self._said = time.monotonic()
+                    total = self.total()
+                    rate = total.tokens / max(1e-9, total.work_seconds)
+                    logger.info("%d new tokens, %.0f/s", total.tokens, rate)
 
     def total(self) -> EngineRun:
         return EngineRun(

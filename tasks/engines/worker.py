@@ -125,7 +125,9 @@ def run(spec: WorkerSpec, engine: Engine) -> None:
     while waiting or dialogues or reading:
         while waiting and len(dialogues) + len(reading) < engine.capacity:
             job = waiting.popleft()
-            if job.token_ids:
+            if job.token_ids and packer is None:
+                parts.add(job.part, given_sample(job), None)  # there is nothing to find out about it
+            elif job.token_ids:
                 reading.add(job.id)
                 engine.add(Request(job.id, job.token_ids))
             else:
@@ -136,8 +138,7 @@ def run(spec: WorkerSpec, engine: Engine) -> None:
             if finished.id in reading:
                 reading.remove(finished.id)
                 sample = given_sample(jobs[finished.id])
-                arrays = packer.pack(sample, finished.states) if packer else None
-                parts.add(jobs[finished.id].part, sample, arrays)
+                parts.add(jobs[finished.id].part, sample, packer and packer.pack(sample, finished.states))
                 continue
             latest[finished.id] = finished
             dialogues[finished.id].take(finished)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -83,3 +85,16 @@ def test_batched_steps_give_what_transformers_itself_generates(target):
         torch.testing.assert_close(answer.states[:, :3], torch.stack(states[1:4], 2)[0], rtol=1e-4, atol=1e-4)
         # The last one is the residual before the final norm; HF reports what comes after it.
         torch.testing.assert_close(model.model.norm(answer.states[:, 3]), states[4][0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_worker_needs_neither_orchestrator_nor_store():
+    """It may run under another Python, which has an engine and little else."""
+    script = (
+        "import sys, tasks.engines.worker, tasks.engines.serve_requests\n"
+        "heavy = {'prefect', 'mlflow', 'duckdb', 'storage', 'eagle3core'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
