@@ -1,7 +1,8 @@
 """How fast the target answers here, what capturing its states costs, and what a second engine brings.
 
-In: a target's Hugging Face folder (--target; a tiny random Llama on a quick run). Out: a table of engine starts and
-tokens per second beside the floor, the time that the target's matrix products alone take on as many cores.
+In: a target's Hugging Face folder (--target; a tiny random Llama on a quick run). Out: a table of engine
+starts and tokens per second beside the floor, the time that the target's matrix products alone take on as
+many cores.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def recipe_for(target: Path, engines: int, answers: int, tokens: int) -> Recipe:
 
 def jobs_for(answers: int, tokens: int) -> list[Job]:
     """Short questions, half of them answered greedily; one part for every 8."""
-    texts = [f"Tell me about {SUBJECTS[i % len(SUBJECTS)]}, in {3 + i % 5} sentences." for i in range(answers)]
+    subjects = [SUBJECTS[i % len(SUBJECTS)] for i in range(answers)]
+    texts = [f"Tell me about {subject}, in {3 + i % 5} sentences." for i, subject in enumerate(subjects)]
     return [
         Job(f"j{i}", i // 8, [{"role": "user", "content": text}], float(i % 2), tokens, job_seed(0, i))
         for i, text in enumerate(texts)
@@ -57,21 +59,20 @@ def jobs_for(answers: int, tokens: int) -> list[Job]:
 
 
 def measure(
-    name: str, recipe: Recipe, target: TargetInfo, jobs: list[Job], capture: CaptureOptions | None, rate: float
+    recipe: Recipe, target: TargetInfo, jobs: list[Job], capture: CaptureOptions | None, rate: float
 ) -> dict[str, Any]:
+    """One run; `rate` is the matrix products' FLOP per second of one core."""
     sizes: list[int] = []
 
     def on_part(part: Part) -> None:
         sizes.extend(len(sample.token_ids) for sample in part.samples)
 
     with tempfile.TemporaryDirectory() as folder:
-        engine = "vllm"
-        took = run_engines(
-            recipe, target, jobs, engine=engine, capture=capture, folder=Path(folder), on_part=on_part
-        )
+        place = {"folder": Path(folder), "on_part": on_part}
+        took = run_engines(recipe, target, jobs, engine="vllm", capture=capture, **place)
     floor = 2 * parameter_count(target) * sum(sizes) / (rate * took.engines)
     return {
-        "name": name,
+        "name": "vllm, states captured" if capture else "vllm",
         "engines": took.engines,
         "start": took.start_seconds,
         "read": sum(sizes) - took.tokens,
@@ -103,8 +104,7 @@ def main() -> None:
         recipe = recipe_for(options.target, engines, options.answers, options.tokens)
         target = prepare_target(recipe)
         capture = capture_options(recipe, target) if captures else None
-        name = "vllm, states captured" if captures else "vllm"
-        rows.append(measure(name, recipe, target, jobs, capture, rate))
+        rows.append(measure(recipe, target, jobs, capture, rate))
     print_table(COLUMNS, rows)
     write_results("answers", rows, options)
 
