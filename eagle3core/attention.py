@@ -46,14 +46,13 @@ class _Attention(torch.autograd.Function):
         out, lse = _flash_forward(_to_slots(q, windows), k, v, windows)
         out, lse = _from_slots(out, windows), _from_slots(lse, windows)  # [alive, heads, d], [alive, heads]
         if diagonals:
-            scores = [_row_dot(q, own) for own in diagonals[0::2]]
-            merged = torch.stack([lse, *scores]).logsumexp(0)
-            out = out.float() * (lse - merged).exp()[..., None]
-            for score, own in zip(scores, diagonals[1::2], strict=True):
-                _grouped(out, own).addcmul_(
-                    _grouped((score - merged).exp()[..., None], own), _own(own, len(q))
-                )
-            out, lse = out.to(q.dtype), merged
+            own_k, own_v = _own(diagonals[0::2], len(q)), _own(diagonals[1::2], len(q))
+            scores = _scores(q, own_k)
+            merged = torch.cat([_grouped(lse, k)[..., None], scores], -1).logsumexp(-1)
+            own = (scores - merged[..., None]).exp().to(q.dtype) @ own_v
+            merged = merged.flatten(1)
+            out = torch.addcmul(own.flatten(1, 2), out, (lse - merged).exp()[..., None]).to(q.dtype)
+            lse = merged
         ctx.windows = windows
         ctx.save_for_backward(q, k, v, out, lse, *diagonals)
         return out
@@ -66,47 +65,40 @@ class _Attention(torch.autograd.Function):
         slotted = [_to_slots(tensor, windows) for tensor in (grad, q, out, lse)]
         grad_q, grad_k, grad_v = _flash_backward(*slotted, k, v, windows)
         grad_q = _from_slots(grad_q, windows)
-        grads: list[Tensor] = []
-        if diagonals:
-            delta = (grad.float() * out).sum(-1)
-            scale = q.shape[-1] ** -0.5
-            for own_k, own_v in zip(diagonals[0::2], diagonals[1::2], strict=True):
-                weight = (_row_dot(q, own_k) - lse).exp()  # [alive, heads]
-                slope = weight * (_row_dot(grad, own_v, 1.0) - delta) * scale
-                _grouped(grad_q, own_k).addcmul_(
-                    _grouped(slope.to(q.dtype)[..., None], own_k), _own(own_k, len(q))
-                )
-                grads += [_group_sum(slope, q, own_k), _group_sum(weight, grad, own_v)]
-        return grad_q, grad_k, grad_v, None, *grads
+        if not diagonals:
+            return grad_q, grad_k, grad_v, None
+        own_k, own_v = _own(diagonals[0::2], len(q)), _own(diagonals[1::2], len(q))
+        weight = (_scores(q, own_k) - _grouped(lse, k)[..., None]).exp_()  # [alive, kv_heads, group, steps]
+        delta = _grouped((grad * out).sum(-1, dtype=torch.float32), k)[..., None]
+        slope = (_grouped(grad, k) @ own_v.mT - delta).mul_(weight).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+        grad_q += (slope @ own_k).flatten(1, 2)
+        grad_own_k = (slope.mT @ _grouped(q, k)).unbind(2)
+        grad_own_v = (weight.to(q.dtype).mT @ _grouped(grad, k)).unbind(2)
+        pairs = zip(diagonals[0::2], grad_own_k, diagonals[1::2], grad_own_v, strict=True)
+        own = [_for_all(*part) for keys, dk, values, dv in pairs for part in ((keys, dk), (values, dv))]
+        return grad_q, grad_k, grad_v, None, *own
 
 
-def _grouped(x: Tensor, like: Tensor) -> Tensor:
-    """[alive, heads, *] -> [alive, kv_heads, group, *], a view: the heads that share a key head side by side.
-    """
-    return x.unflatten(1, (like.shape[1], -1))
+def _grouped(x: Tensor, keys: Tensor) -> Tensor:
+    """[alive, heads, *] -> [alive, kv_heads, group, *], a view: the heads that share a key head together."""
+    return x.unflatten(1, (keys.shape[1], -1))
 
 
-def _own(own: Tensor, alive: int) -> Tensor:
-    """A diagonal's keys or values [then, kv_heads, d] for the chains alive now, [alive, kv_heads, 1, d]."""
-    return own[:alive].unsqueeze(2)
+def _own(diagonals: Sequence[Tensor], alive: int) -> Tensor:
+    """Every later step's keys (or values) of the chains alive now, [alive, kv_heads, steps, d]."""
+    return torch.stack([own[:alive] for own in diagonals], 2)
 
 
-def _row_dot(x: Tensor, own: Tensor, scale: float | None = None) -> Tensor:
-    """Product of each chain's heads [alive, heads, d] with its own key: [alive, heads] fp32, times d ** -0.5
-    by default.
-    """
-    scale = x.shape[-1] ** -0.5 if scale is None else scale
-    return (_grouped(x, own) * _own(own, len(x))).sum(-1, dtype=torch.float32).flatten(1) * scale
+def _scores(q: Tensor, own_k: Tensor) -> Tensor:
+    """Scaled products of each chain's queries with its own keys, [alive, kv_heads, group, steps] fp32."""
+    return (_grouped(q, own_k) @ own_k.mT).float() * q.shape[-1] ** -0.5
 
 
-def _group_sum(weight: Tensor, x: Tensor, own: Tensor) -> Tensor:
-    """sum over a group's heads of weight [alive, heads] * x [alive, heads, d], as the gradient of `own` (zero
-    for dead chains).
-    """
-    grad = torch.zeros_like(own)
-    weighted = _grouped(weight.to(x.dtype)[..., None], own) * _grouped(x, own)
-    torch.sum(weighted, 2, out=grad[: len(x)])
-    return grad
+def _for_all(own: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of a step's keys [then, kv_heads, d] from that of the chains still alive: 0 for the others."""
+    if len(grad) == len(own):
+        return grad
+    return torch.cat([grad, grad.new_zeros(len(own) - len(grad), *grad.shape[1:])])
 
 
 def _to_slots(x: Tensor, windows: Windows) -> Tensor:
