@@ -15,7 +15,8 @@ from eagle3core.config import DraftConfig
 from eagle3core.intervals import Rate
 from tasks.recipe import Recipe
 from tasks.report.data import DraftReport
-from tasks.report.page import TEMPLATES, serving_lines
+from tasks.report.page import TEMPLATES
+from tasks.report.serving_view import serving_lines
 
 PACKAGE = "package:"
 
@@ -67,7 +68,7 @@ def model_card(report: DraftReport, config: DraftConfig, recipe: Recipe, command
         rate=_rate,
         base_model=report.target.removeprefix(PACKAGE),
         sentence=headline(report),
-        serving_lines=serving_lines(report),
+        serving_lines=serving_lines(report.serving),
         trained=report.trained,
         sources=f"prompts of {sources}, {answered}",
         commands=commands,

@@ -14,7 +14,7 @@ from storage.artifacts import ArtifactRef, ArtifactStore
 from storage.manifest import Manifest
 from tasks.evaluation import EXAMPLES, Evaluation, suspicion
 from tasks.report.example import Example, read_examples
-from tasks.report.serving import ServingCheck, read_serving
+from tasks.report.serving import ServingReport, read_serving, serving_suspicion
 from tasks.report.training import METRICS, TrainingCurve, read_training
 
 
@@ -57,7 +57,7 @@ class DraftReport:
     evaluation: Evaluation
     training: TrainingCurve
     trained: Trained
-    serving: tuple[ServingCheck, ...]
+    serving: ServingReport | None
     vocabulary: dict[str, Any]
     recipe: dict[str, Any]
     examples: tuple[Example, ...]
@@ -77,7 +77,7 @@ def gather(
     manifest = store.manifest(draft)
     family = list(_family(store, [acceptance, *([serving] if serving else [])]))
     evaluation = Evaluation.read(store.local(acceptance))
-    checks = read_serving(store.local(serving)) if serving else ()
+    served = read_serving(store.local(serving)) if serving else None
     vocabulary = next(each for each in family if each.kind == "vocabulary")
     summary = manifest.summary
     return DraftReport(
@@ -88,30 +88,13 @@ def gather(
         evaluation=evaluation,
         training=read_training(store.local(draft) / METRICS),
         trained=Trained(summary["documents"], summary["supervised_tokens"]),
-        serving=checks,
+        serving=served,
         vocabulary=dict(vocabulary.summary),
         recipe={each.kind: dict(each.parameters) for each in family},
         examples=read_examples(store.local(acceptance) / EXAMPLES),
         lineage=tuple(_lineage_row(each) for each in family),
-        warning=suspicion(evaluation) or serving_suspicion(checks),
+        warning=suspicion(evaluation) or (serving_suspicion(served) if served else None),
     )
-
-
-def serving_suspicion(checks: Sequence[ServingCheck]) -> str | None:
-    """What the server did that the evaluation did not promise; None where it kept the promise."""
-    for check in checks:
-        if check.identical is not None and check.identical < check.prompts:
-            return (
-                f"{check.prompts - check.identical} of {check.prompts} greedy answers differ with "
-                f"{check.method} speculation: the server's output is not the target's"
-            )
-        outside = [str(row.position) for row in check.agreement if not row.explained]
-        if outside:
-            return (
-                f"at temperature {check.temperature:g} the server's counters at position "
-                f"{', '.join(outside)} lie outside what was promised"
-            )
-    return None
 
 
 def _family(store: ArtifactStore, refs: Sequence[ArtifactRef]) -> Iterator[Manifest]:

@@ -20,6 +20,7 @@ from tasks.evaluation import Coverage, Evaluation, TemperatureFigures
 from tasks.report.charts import Axis, Point, Series, key, line_chart, percent
 from tasks.report.data import DraftReport
 from tasks.report.reference import beside
+from tasks.report.serving_view import serving_lines, serving_rows, speed_rows
 from tasks.report.training import StepPoint, TrainingCurve
 from tasks.stage_task import duration
 
@@ -65,17 +66,6 @@ class LengthRow:
     cells: tuple[AcceptanceSummary | None, ...]
 
 
-@dataclass(frozen=True)
-class BaselineRow:
-    """One method in the server, by its first position."""
-
-    method: str
-    temperature: float
-    first: Rate
-    tau: float
-    drafts: float
-
-
 def environment() -> Environment:
     """The templates, with what they need to write numbers; everything is escaped, unknown names are
     errors.
@@ -94,7 +84,6 @@ def environment() -> Environment:
 def render(report: DraftReport) -> str:
     """The page."""
     evaluation = report.evaluation
-    checks = [check for check in report.serving if check.agreement]
     return (
         environment()
         .get_template("draft.html.j2")
@@ -111,11 +100,9 @@ def render(report: DraftReport) -> str:
             category_rows=category_rows(evaluation),
             best_tau=max((f.walk.tau_micro.value for f in evaluation.figures), default=1.0) * 1.15,
             length_rows=length_rows(evaluation),
-            serving_lines=serving_lines(report),
-            serving_rows=[
-                {"temperature": check.temperature, **vars(row)} for check in checks for row in check.agreement
-            ],
-            baseline_rows=baseline_rows(report),
+            serving_lines=serving_lines(report.serving),
+            serving_rows=serving_rows(report.serving),
+            speed_rows=speed_rows(report.serving),
             loss_legend=Markup(key(loss_series(report.training))),
             loss_chart=_over_steps(loss_series(report.training), "loss"),
             validation_chart=_over_steps([Series("τ", _points(report.training.validation), 3)], "τ"),
@@ -224,34 +211,6 @@ def _buckets(figures: tuple[TemperatureFigures, ...], name: str, counted: str) -
         {bucket for group in groups for bucket in group}, key=lambda bucket: int(bucket.split("-")[0])
     )
     return [LengthRow(bucket, counted, tuple(group.get(bucket) for group in groups)) for bucket in buckets]
-
-
-def serving_lines(report: DraftReport) -> list[str]:
-    """What the check found, in sentences."""
-    lines = []
-    for check in report.serving:
-        if check.identical is not None and check.agreement:
-            lines.append(
-                f"At temperature {check.temperature:g} {check.identical} of {check.prompts} answers are "
-                "token for token those that the server gives without speculation."
-            )
-        if check.agreement:
-            inside = sum(row.inside for row in check.agreement)
-            lines.append(
-                f"At temperature {check.temperature:g} the server's own counters lie inside our interval "
-                f"at {inside} of {len(check.agreement)} positions."
-            )
-    return lines
-
-
-def baseline_rows(report: DraftReport) -> list[BaselineRow]:
-    """The draft beside the baselines, where at least one was measured."""
-    if not any(not check.agreement for check in report.serving):
-        return []
-    return [
-        BaselineRow(c.method, c.temperature, c.served.survival[0], c.served.tau_micro.value, c.served.rounds)
-        for c in sorted(report.serving, key=lambda check: (check.temperature, check.method))
-    ]
 
 
 def loss_series(curve: TrainingCurve) -> list[Series]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,7 +14,7 @@ from storage.artifacts import ArtifactRef
 from tasks.evaluation import Coverage, Evaluation, TemperatureFigures
 from tasks.report.data import DraftReport, LineageRow, Trained
 from tasks.report.example import Example, ExampleRound
-from tasks.report.serving import ServingCheck
+from tasks.report.serving import ServingCheck, ServingReport, ServingSpeed, serving_to_dict
 from tasks.report.training import StepLoss, StepPoint, TrainingCurve
 
 K = 5
@@ -47,7 +49,7 @@ def make_evaluation(hit: float = 0.5, target: str = "SmolLM2-135M-Instruct") -> 
     return Evaluation(target, K, (make_figures(hit, 0.0), make_figures(hit - 0.12, 1.0)), coverage)
 
 
-def make_serving(evaluation: Evaluation) -> tuple[ServingCheck, ...]:
+def make_serving(evaluation: Evaluation) -> ServingReport:
     """Counters of a server that kept the promise, and of a baseline that promised nothing."""
     checks = []
     for figures in evaluation.figures:
@@ -61,7 +63,22 @@ def make_serving(evaluation: Evaluation) -> tuple[ServingCheck, ...]:
             )
         )
     baseline = from_counters(ServerCounters(500, 2100, (90, 60, 50, 40, 35)))
-    return (*checks, ServingCheck("ngram", 0.0, 32, 32, baseline, ()))
+    checks.append(ServingCheck("ngram", 0.0, 32, 32, baseline, ()))
+    speeds = [
+        ServingSpeed(method, figures.temperature, speed, tau)
+        for figures in evaluation.figures
+        for method, speed, tau in (("none", 60.0, 1.0), ("eagle3", 41.0, 1.9), ("ngram", 48.0, 1.2))
+    ]
+    return ServingReport(tuple(checks), tuple(speeds), ())
+
+
+def serving_summary(serving: ServingReport, gaps: Sequence[float | None] = ()) -> dict[str, Any]:
+    """The summary.json that the serving check writes."""
+    return {
+        **serving_to_dict(serving.checks),
+        "methods": [dataclasses.asdict(speed) for speed in serving.speeds],
+        "divergences": {"eagle3 T=0": [{"prompt_id": "p", "position": 3, "gap": gap} for gap in gaps]},
+    }
 
 
 def make_report(name: str = "smollm2-135m", hit: float = 0.5, **changes: object) -> DraftReport:

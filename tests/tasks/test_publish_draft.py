@@ -16,9 +16,9 @@ from tasks.evaluation import SUMMARY, Evaluation
 from tasks.model_card import headline, serve_commands
 from tasks.publish_draft import plan, run
 from tasks.report.__main__ import main
-from tasks.report.data import gather, serving_suspicion
-from tasks.report.serving import read_serving, serving_to_dict
-from tests.tasks.report_samples import make_evaluation, make_report, make_serving
+from tasks.report.data import gather
+from tasks.report.serving import read_serving, serving_suspicion
+from tests.tasks.report_samples import make_evaluation, make_report, make_serving, serving_summary
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def made(small_build):
     with store.writer(
         "serving", "s" * 20, stage="check-serving", stage_version=1, parameters={}, inputs=[draft, acceptance]
     ) as writer:
-        writer.write_json("summary.json", serving_to_dict(make_serving(make_evaluation())))
+        writer.write_json("summary.json", serving_summary(make_serving(make_evaluation())))
         serving = writer.commit({})
     published = run(build.recipe, build.target, store, draft, acceptance, serving)
     return build.recipe, build.target, store, draft, acceptance, serving, published
@@ -95,18 +95,27 @@ def test_a_draft_that_is_too_good_is_flagged_everywhere(made, tmp_path: Path):
 
 
 def test_a_server_that_breaks_the_promise_is_named():
-    checks = make_serving(make_evaluation())
-    assert serving_suspicion(checks) is None
-    assert "2 of 32" in serving_suspicion([dataclasses.replace(checks[0], identical=30)])
-    broken = dataclasses.replace(checks[0].agreement[1], inside=False, explained=False)
-    message = serving_suspicion([dataclasses.replace(checks[0], agreement=(broken,))])
-    assert "position 2" in message
+    serving = make_serving(make_evaluation())
+    assert serving_suspicion(serving) is None
+    check = serving.checks[0]
+    broken = dataclasses.replace(check.agreement[1], inside=False, explained=False)
+    broken_check = dataclasses.replace(check, agreement=(broken,))
+    assert "position 2" in serving_suspicion(dataclasses.replace(serving, checks=(broken_check,)))
 
 
-def test_serving_checks_survive_json(tmp_path: Path):
-    checks = make_serving(make_evaluation())
-    (tmp_path / "summary.json").write_text(json.dumps(serving_to_dict(checks), allow_nan=False))
-    assert serving_to_dict(read_serving(tmp_path)) == serving_to_dict(checks)
+@pytest.mark.parametrize(("gaps", "named"), [((0.001, 0.1), False), ((0.001, 2.5), True), ((None,), True)])
+def test_a_tie_may_fall_otherwise_but_nothing_else_may(tmp_path: Path, gaps: tuple, named: bool):
+    serving = make_serving(make_evaluation())
+    (tmp_path / "summary.json").write_text(json.dumps(serving_summary(serving, gaps)))
+    message = serving_suspicion(read_serving(tmp_path))
+    assert ("1 greedy answers differ" in message) if named else message is None
+
+
+def test_a_serving_check_survives_json(tmp_path: Path):
+    serving = make_serving(make_evaluation())
+    (tmp_path / "summary.json").write_text(json.dumps(serving_summary(serving), allow_nan=False))
+    found = read_serving(tmp_path)
+    assert serving_summary(found) == serving_summary(serving)
 
 
 def test_commands_quote_the_chain_length():

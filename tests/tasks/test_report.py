@@ -63,7 +63,7 @@ def test_a_warning_stands_above_the_figures():
 
 
 def test_a_report_without_serving_check_says_so():
-    assert "was not part of this build" in render(make_report(serving=()))
+    assert "was not part of this build" in render(make_report(serving=None))
 
 
 def test_published_trees_never_stand_beside_our_chain():
