@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.artifacts import ArtifactStore
+from storage.errors import disk_errors
 from tasks import target_files
 from tasks.packages import PREFIX, PackageError, package_file
 from tasks.recipe import RECIPES, Recipe
@@ -106,7 +107,7 @@ def prepare_target(recipe: Recipe) -> TargetInfo:
         template_hash=_template_hash(template, wanted.template_arguments),
         chat_template=template,
         config=files.config,
-        eos_token_ids=_end_ids(folder, files.config, wanted.trust_remote_code),
+        eos_token_ids=_known_end_ids(recipe, folder, files),
         dtype=wanted.dtype,
         template_arguments=wanted.template_arguments,
         trust_remote_code=wanted.trust_remote_code,
@@ -132,6 +133,24 @@ def _template(recipe: Recipe, folder: Path) -> str:
 
 def _template_hash(template: str, arguments: Mapping[str, Any]) -> str:
     return hashlib.sha256((template + json.dumps(arguments, sort_keys=True)).encode()).hexdigest()[:20]
+
+
+def _known_end_ids(recipe: Recipe, folder: Path, files: target_files.TargetFiles) -> tuple[int, ...]:
+    """`_end_ids`, looked up once for these very files: loading a tokenizer takes five seconds of imports, and a build
+    in which nothing changed should not take longer than that itself.
+    """
+    name = f".end-ids-{files.fingerprint}-{files.tokenizer_fingerprint}.json"
+    memo = ArtifactStore(recipe.store.uri).root / STAGE.kind / name
+    try:
+        return tuple(json.loads(memo.read_text()))
+    except (OSError, ValueError):
+        ids = _end_ids(folder, files.config, recipe.target.trust_remote_code)
+    with disk_errors(memo):
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        whole = memo.with_suffix(".new")
+        whole.write_text(json.dumps(ids))
+        whole.replace(memo)
+    return ids
 
 
 def _end_ids(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> tuple[int, ...]:
@@ -189,8 +208,10 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
     # A model read from GGUF refuses to be saved ("not serializable"): its weights move to a fresh one.
     config._name_or_path = ""
-    clean = type(loaded)(config)
-    clean.load_state_dict(loaded.state_dict())
+    with torch.device("meta"):  # no time spent on random weights
+        clean = type(loaded)(config)
+    clean.load_state_dict(loaded.state_dict(), assign=True)
+    clean.tie_weights()
     clean.generation_config = loaded.generation_config
     clean.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
