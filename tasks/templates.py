@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
-
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from tasks.prepare_target import TargetInfo
 
 Message = Mapping[str, Any]
@@ -80,6 +79,8 @@ class Template:
     @classmethod
     def load(cls, target: TargetInfo) -> Template:
         """The target's own tokenizer and template, or the template that the recipe put in its place."""
+        from transformers import AutoTokenizer  # five seconds of imports, which planning a stage does without
+
         tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=target.trust_remote_code)
         return cls(tokenizer, target.eos_token_ids, target.chat_template, target.template_arguments)
 
@@ -211,6 +212,8 @@ class Template:
         self, messages: Sequence[Message], tools: Any, *, prompt: bool, tags: bool = False
     ) -> tuple[str, list[Span]]:
         """The rendered text and the characters inside generation tags."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
             texts, indices = render_jinja_template(
                 [list(messages)],
