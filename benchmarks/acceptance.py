@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.harness import Column, arguments, print_table, write_results
 from eagle3core.acceptance import Response, Rounds, summarise
-from eagle3core.batch import Document, TopKTeacher
+from eagle3core.batch import Document
 from eagle3core.config import DraftConfig
 from eagle3core.costs import Choice, Costs, best_choice, chain_choices, measure_costs, tree_choices
 from eagle3core.decoding.propose import Chain, DynamicTree, Nothing, Proposer
 from eagle3core.decoding.speculate import Decoding, Generation, rounds_of, speculate
-from eagle3core.decoding.target import TargetModel, prompt_block
+from eagle3core.decoding.target import TargetModel
 from eagle3core.draft import Eagle3Draft
 from eagle3core.estimate import Estimate, estimate
 from eagle3core.export import load_draft
@@ -169,18 +169,8 @@ def decode(
     return [done[index] for index in range(len(prompts))]
 
 
-@torch.no_grad()
-def capture(target: TargetModel, generation: Generation) -> Document:
-    """A text's features and top-16 teacher, as the feature stage stores them, from one pass over it."""
-    text = torch.cat([generation.prompt, torch.tensor(generation.token_ids)])
-    cache = target.new_cache(1, len(text))
-    output = target.forward(prompt_block([text[:-1]], cache), cache)
-    log_probs = output.logits[0].float().log_softmax(-1)
-    best = log_probs.topk(16, dim=-1)
-    rest = log_probs.scatter(1, best.indices, -torch.inf).logsumexp(-1)
-    supervised = torch.arange(len(text)) >= len(generation.prompt)
-    teacher = TopKTeacher(best.indices, best.values, rest)
-    return Document("text", text, supervised, output.features[0], teacher)
+def capture(target: HuggingFaceTarget, generation: Generation) -> Document:
+    return target.document(generation.prompt, torch.tensor(generation.token_ids), "text")
 
 
 def identity(prompts: Sequence[Prompt], runs: dict[str, Timed[list[Generation]]]) -> list[dict[str, Any]]:

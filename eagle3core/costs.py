@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from eagle3core.decoding.drafter import Drafter
 from eagle3core.decoding.propose import Chain, DynamicTree, Nothing, Proposer
@@ -118,51 +119,71 @@ def measure_costs(
     repeats: int = 5,
 ) -> Costs:
     """Time the parts of a round behind `context` tokens of text, the median of `repeats` calls each."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randint(target.vocab_size, shape, generator=generator)
-    prompts = list(draw(batch, context))
-    cache = target.new_cache(batch, context + max(target_sizes))
-    counts = torch.full((batch,), context)
-    output = target.forward(prompt_block(prompts, cache), cache)
-    cache.keep(torch.arange(context).expand(batch, -1), counts)
-    features, logits = output.features, output.logits[:, -1:]
-
-    def verify(size: int) -> Callable[[], object]:
-        line = torch.arange(size).expand(batch, -1)
-        seen = torch.ones(batch, size, size, dtype=torch.bool).tril()
-        block = tree_block(draw(batch, size), line, seen, torch.ones(batch, size, dtype=torch.bool), cache)
-        return lambda: target.forward(block, cache)
-
-    def choose(size: int) -> Callable[[], object]:
-        behind = logits.expand(-1, size, -1).contiguous()
-        return lambda: distribution(behind, sampling).argmax(-1).cpu()
-
-    def drafter() -> Drafter:
-        fresh = Drafter(draft, batch, context + max(draft_sizes))
-        fresh.commit(features, draw(batch, context), counts)
-        return fresh
-
-    def step(size: int) -> Callable[[], object]:
-        tokens, parents = draw(batch, size), torch.zeros(batch, size, dtype=torch.int64)
-        states = [drafter() for _ in range(repeats + 1)]  # a step leaves its nodes behind
-        return lambda: states.pop().step(tokens, parents)
-
-    def commit(size: int) -> Callable[[], object]:
-        tokens, rows = draw(batch, size), features[:, :size]
-        states = [drafter() for _ in range(repeats + 1)]
-        return lambda: states.pop().commit(rows, tokens, torch.full((batch,), size))
-
-    def curve(sizes: Sequence[int], work: Callable[[int], Callable[[], object]]) -> Curve:
-        return Curve(tuple(sizes), tuple(_seconds(work(size), repeats) for size in sizes))
-
+    bench = _Bench(target, draft, context, batch, sampling, max(*target_sizes, *draft_sizes), repeats)
+    curve = lambda sizes, measure: Curve(tuple(sizes), tuple(measure(size) for size in sizes))
     return Costs(
         context=context,
         batch=batch,
-        target=curve(target_sizes, verify),
-        step=curve(draft_sizes, step),
-        commit=curve(draft_sizes, commit),
-        choose=curve(target_sizes, choose),
+        target=curve(target_sizes, bench.verify),
+        step=curve(draft_sizes, bench.step),
+        commit=curve(draft_sizes, bench.commit),
+        choose=curve(target_sizes, bench.choose),
     )
+
+
+class _Bench:
+    """A text of random tokens behind which the parts of a round are timed; each method returns seconds."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: Eagle3Draft,
+        context: int,
+        batch: int,
+        sampling: Sampling,
+        room: int,
+        repeats: int,
+    ) -> None:
+        self._target, self._draft, self._sampling = target, draft, sampling
+        self._batch, self._room, self._repeats = batch, context + room, repeats
+        self._generator = torch.Generator().manual_seed(0)
+        self._cache = target.new_cache(batch, self._room)
+        self._counts = torch.full((batch,), context)
+        output = target.forward(prompt_block(list(self._tokens(context)), self._cache), self._cache)
+        self._cache.keep(torch.arange(context).expand(batch, -1), self._counts)
+        self._features, self._logits = output.features, output.logits[:, -1:]
+
+    def verify(self, size: int) -> float:
+        line = torch.arange(size).expand(self._batch, -1)
+        seen = torch.ones(self._batch, size, size, dtype=torch.bool).tril()
+        real = torch.ones_like(line, dtype=torch.bool)
+        block = tree_block(self._tokens(size), line, seen, real, self._cache)
+        return _seconds(lambda: self._target.forward(block, self._cache), self._repeats)
+
+    def choose(self, size: int) -> float:
+        behind = self._logits.expand(-1, size, -1).contiguous()
+        return _seconds(lambda: distribution(behind, self._sampling).argmax(-1).cpu(), self._repeats)
+
+    def step(self, size: int) -> float:
+        tokens = self._tokens(size)
+        states = self._drafters()
+        return _seconds(lambda: states.pop().step(tokens, torch.zeros_like(tokens)), self._repeats)
+
+    def commit(self, size: int) -> float:
+        tokens, rows = self._tokens(size), self._features[:, :size]
+        counts, states = torch.full((self._batch,), size), self._drafters()
+        return _seconds(lambda: states.pop().commit(rows, tokens, counts), self._repeats)
+
+    def _tokens(self, size: int) -> Tensor:
+        return torch.randint(self._target.vocab_size, (self._batch, size), generator=self._generator)
+
+    def _drafters(self) -> list[Drafter]:
+        """One for each call: a call leaves its nodes behind."""
+        fresh = [Drafter(self._draft, self._batch, self._room) for _ in range(self._repeats + 1)]
+        tokens = self._tokens(self._features.shape[1])
+        for drafter in fresh:
+            drafter.commit(self._features, tokens, self._counts)
+        return fresh
 
 
 def _seconds(work: Callable[[], object], repeats: int) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from eagle3core.batch import Document, TopKTeacher
 from eagle3core.decoding.target import Block, SlotCache, TargetOutput, prompt_block
 
 
@@ -52,6 +53,18 @@ class HuggingFaceTarget:
         return [
             features[: len(text) - 1].cpu() for features, text in zip(output.features, texts, strict=True)
         ]
+
+    def document(self, prompt: Tensor, answer: Tensor, name: str, top_k: int = 16) -> Document:
+        """A prompt [P] and the target's own answer [n] with features and a top-k teacher, from one pass."""
+        text = torch.cat([prompt, answer])
+        cache = self.new_cache(1, len(text))
+        output = self.forward(prompt_block([text[:-1]], cache), cache)
+        log_probs = output.logits[0].float().log_softmax(-1).cpu()
+        best = log_probs.topk(top_k, dim=-1)
+        rest = log_probs.scatter(1, best.indices, -torch.inf).logsumexp(-1)
+        supervised = torch.arange(len(text)) >= len(prompt)
+        teacher = TopKTeacher(best.indices, best.values, rest)
+        return Document(name, text, supervised, output.features[0].cpu(), teacher)
 
     @torch.no_grad()
     def _run(self, block: Block, cache: SlotCache, layer_ids: tuple[int, int, int]) -> TargetOutput:
