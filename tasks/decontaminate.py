@@ -1,6 +1,7 @@
 """Which training prompts a set of evaluation prompts is found in: exactly, or by most of its word n-grams.
 
-In: two Arrow tables (id, text). Out: `Overlap`s, one per training id. DuckDB does it and spills where memory ends.
+In: two Arrow tables (id, text). Out: `Overlap`s, one per training id. DuckDB does it and spills where memory
+ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ BOILERPLATE = 3  # evaluation prompts that share an n-gram: it is the frame of t
 
 _WORDS = r"string_split(trim(regexp_replace(lower(text), '[^\p{L}\p{N}]+', ' ', 'g')), ' ')"
 
-# Shifted copies side by side: one pass over the words. (A lambda over positions copies the list for each of them.)
+# Shifted copies side by side: one pass over the words. (A lambda over positions copies the list for each of
+# them.)
 _GRAMS = "list_zip(" + ", ".join(f"words[{shift + 1}:]" for shift in range(NGRAM)) + ")"
 
 _QUERY = f"""
@@ -32,8 +34,8 @@ with
     from seen join asked on seen.words = asked.words group by seen.id
   ),
   asked_grams as (
-    select distinct id, hash(gram) as gram from (select id, unnest({_GRAMS}[:len(words) - {NGRAM - 1}]) as gram
-    from asked where len(words) >= {NGRAM})
+    select distinct id, hash(gram) as gram from (select id, unnest({_GRAMS}[:len(words) - {NGRAM - 1}]) as
+    gram from asked where len(words) >= {NGRAM})
   ),
   telling as (
     select id, gram from asked_grams
@@ -41,12 +43,12 @@ with
   ),
   sizes as (select id, count(*) as grams from telling group by id having count(*) >= {FEWEST}),
   seen_grams as (
-    select distinct id, hash(gram) as gram from (select id, unnest({_GRAMS}[:len(words) - {NGRAM - 1}]) as gram
-    from seen where len(words) >= {NGRAM})
+    select distinct id, hash(gram) as gram from (select id, unnest({_GRAMS}[:len(words) - {NGRAM - 1}]) as
+    gram from seen where len(words) >= {NGRAM})
   ),
   shared as (
-    select seen_grams.id as training_id, telling.id as evaluation_id, count(*) / any_value(sizes.grams) as share
-    from telling join sizes using (id) join seen_grams using (gram)
+    select seen_grams.id as training_id, telling.id as evaluation_id, count(*) / any_value(sizes.grams) as
+    share from telling join sizes using (id) join seen_grams using (gram)
     group by all having share >= {THRESHOLD}
   ),
   both_ways as (select *, true as exactly from exact union all select *, false from shared)
@@ -57,7 +59,8 @@ group by training_id order by training_id
 
 @dataclass(frozen=True)
 class Overlap:
-    """`training_id` holds `evaluation_id`: `share` of its telling n-grams, or the whole of it, word for word."""
+    """`training_id` holds `evaluation_id`: `share` of its telling n-grams, or the whole of it, word for word.
+    """
 
     training_id: str
     evaluation_id: str
@@ -68,8 +71,8 @@ class Overlap:
 def find_overlaps(training: pa.Table, evaluation: pa.Table) -> list[Overlap]:
     """Training rows that hold an evaluation prompt. Both tables have string columns id and text.
 
-    Case, punctuation and spacing do not matter. N-grams that three or more evaluation prompts share are boilerplate
-    and count for nothing; a row overlaps where half of a prompt's other n-grams are in it.
+    Case, punctuation and spacing do not matter. N-grams that three or more evaluation prompts share are
+    boilerplate and count for nothing; a row overlaps where half of a prompt's other n-grams are in it.
     """
     if not training.num_rows or not evaluation.num_rows:
         return []
@@ -77,7 +80,10 @@ def find_overlaps(training: pa.Table, evaluation: pa.Table) -> list[Overlap]:
         connection.register("training", training)
         connection.register("evaluation", evaluation)
         rows = connection.execute(_QUERY).fetchall()
-    return [Overlap(training_id, evaluation_id, float(share), exact) for training_id, evaluation_id, share, exact in rows]
+    return [
+        Overlap(training_id, evaluation_id, float(share), exact)
+        for training_id, evaluation_id, share, exact in rows
+    ]
 
 
 def turns_table(conversations: Iterable[tuple[str, Iterable[Message]]], first_only: bool = False) -> pa.Table:

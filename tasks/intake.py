@@ -1,6 +1,8 @@
-"""One source's rows, from raw to sampled: read, shaped, normalised, doubles and long prompts refused, all counted.
+"""One source's rows, from raw to sampled: read, shaped, normalised, doubles and long prompts refused, all
+counted.
 
-In: a `Source`. Out: a filled `Sample`, `QuarantineRow`s, and an `IntakeReport` whose figures add up to the rows read.
+In: a `Source`. Out: a filled `Sample`, `QuarantineRow`s, and an `IntakeReport` whose figures add up to the
+rows read.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from tasks.residue import printable
 from tasks.selection import Doubles, Sample, key_of
 from tasks.sources import RawRow, read_source
 from tasks.sources.rows import CUT_OFF
-from tasks.sources.shapes import RawConversation, RawTurn, ShapeError, conversation_of
+from tasks.sources.shapes import RawConversation, ShapeError, conversation_of
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,8 @@ SECONDS_BETWEEN_WORDS = 10.0
 
 @dataclass
 class IntakeReport:
-    """Counts for one source. rows = clean + mended + the normaliser's refusals; every refusal is under its reason.
+    """Counts for one source. rows = clean + mended + the normaliser's refusals; every refusal is under its
+    reason.
 
     cut_off counts broken tails, which are no rows. not_sampled: good rows that the limit left out.
     """
@@ -45,12 +48,17 @@ class IntakeReport:
     refused: Counter[str] = field(default_factory=Counter)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "kinds": dict(sorted(self.kinds.items())), "refused": dict(sorted(self.refused.items()))}
+        return {
+            **vars(self),
+            "kinds": dict(sorted(self.kinds.items())),
+            "refused": dict(sorted(self.refused.items())),
+        }
 
 
 @dataclass
 class Intake:
-    """Takes the rows of one source. `prompt_tokens` counts a first prompt's tokens, or raises TemplateError."""
+    """Takes the rows of one source. `prompt_tokens` counts a first prompt's tokens, or raises TemplateError.
+    """
 
     source: Source
     label: str
@@ -71,7 +79,9 @@ class Intake:
             self._row(row)
             if time.monotonic() - spoken > SECONDS_BETWEEN_WORDS:
                 spoken = time.monotonic()
-                log.info("%s: %d rows read, %d refused", self.label, self.report.rows, self.report.refused.total())
+                log.info(
+                    "%s: %d rows read, %d refused", self.label, self.report.rows, self.report.refused.total()
+                )
         self.report.sampled = len(self.sample)
         self.report.not_sampled = self.report.rows - self.report.sampled - self.report.refused.total()
         return self.report
@@ -92,7 +102,9 @@ class Intake:
             self._refuse(row.place, "wrong_shape", str(error))
             return
         if self.source.system == "drop":
-            raw = RawConversation(raw.id, raw.category, tuple(turn for turn in raw.turns if turn.role != "system"))
+            raw = RawConversation(
+                raw.id, raw.category, tuple(turn for turn in raw.turns if turn.role != "system")
+            )
         self._conversation(raw, row.place)
 
     def _conversation(self, raw: RawConversation, place: str) -> None:
@@ -133,7 +145,11 @@ class Intake:
             self._refuse(name, "template_refused", str(error))
             return
         if tokens > self.data.max_prompt_tokens:
-            self._refuse(name, "prompt_too_long", f"{tokens} tokens, data.max_prompt_tokens is {self.data.max_prompt_tokens}")
+            self._refuse(
+                name,
+                "prompt_too_long",
+                f"{tokens} tokens, data.max_prompt_tokens is {self.data.max_prompt_tokens}",
+            )
             return
         category = printable(raw.category) or self.label
         self.sample.add(key, ConversationRow(identity, self.label, "train", category, messages))

@@ -1,7 +1,7 @@
 """Unclean dialogues made clean: every kind of damage has one rule, every case is counted, nothing raises.
 
-In: a `RawConversation`. Out: `Clean` (messages that start with an optional system turn, then user and assistant in
-turn) or `Refused` with a reason; both carry the kinds of damage that were seen.
+In: a `RawConversation`. Out: `Clean` (messages that start with an optional system turn, then user and
+assistant in turn) or `Refused` with a reason; both carry the kinds of damage that were seen.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from storage.schemas import Message
@@ -80,8 +81,9 @@ REPETITION_FROM = 500  # characters
 
 @dataclass(frozen=True)
 class Clean:
-    """messages: an optional system turn, then user and assistant in turn, user first; no content is blank, save that
-    an assistant turn without an answer in the data is "". kinds: what was seen and dealt with by its rule.
+    """messages: an optional system turn, then user and assistant in turn, user first; no content is blank,
+    save that an assistant turn without an answer in the data is "". kinds: what was seen and dealt with by
+    its rule.
     """
 
     messages: tuple[Message, ...]
@@ -104,7 +106,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn with its role mapped and its content proved to be text; `unanswered`: the data holds no answer."""
+    """A turn with its role mapped and its content proved to be text; `unanswered`: the data holds no answer.
+    """
 
     role: str
     content: str
@@ -125,9 +128,13 @@ def normalise(raw: RawConversation) -> Clean | Refused:
     messages = _mend(turns, kinds)
     if any(message.role == "user" for message in messages):
         return Clean(tuple(messages), frozenset(kinds))
-    refusals = [kind for kind in ("empty_conversations_list", "single_turn_gpt_only", "system_only") if kind in kinds]
+    refusals = [
+        kind for kind in ("empty_conversations_list", "single_turn_gpt_only", "system_only") if kind in kinds
+    ]
     reason = refusals[0] if refusals else "no_user_turn"
-    return Refused(reason, f"{len(turns)} turns, none of them a user's with anything in it", frozenset({*kinds, reason}))
+    return Refused(
+        reason, f"{len(turns)} turns, none of them a user's with anything in it", frozenset({*kinds, reason})
+    )
 
 
 def _known(turn: RawTurn, number: int, kinds: set[str]) -> _Turn | Refused:
@@ -159,14 +166,16 @@ def _text(content: Any) -> str | None:
 def _structure(turns: list[_Turn]) -> set[str]:
     """Kinds that show in the order of the turns."""
     roles = [turn.role for turn in turns]
-    pairs = set(zip(roles, roles[1:], strict=False))
+    pairs = set(pairwise(roles))
     found = {
         "empty_conversations_list": not roles,
         "single_turn_gpt_only": roles == ["assistant"],
         "single_turn_human_only": roles == ["user"],
         "system_only": set(roles) == {"system"},
         "starts_with_gpt": roles[:1] == ["assistant"] and len(roles) > 1,
-        "starts_with_system_share_banner": len(roles) > 1 and roles[0] == "system" and _is_banner(turns[0].content),
+        "starts_with_system_share_banner": len(roles) > 1
+        and roles[0] == "system"
+        and _is_banner(turns[0].content),
         "late_system_turn": "system" in roles[1:] and set(roles) != {"system"},
         "consecutive_human": ("user", "user") in pairs,
         "consecutive_gpt": ("assistant", "assistant") in pairs,

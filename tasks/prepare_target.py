@@ -1,7 +1,8 @@
 """The target model: found, looked at before anything runs, and given a fingerprint.
 
-In: a recipe. Out: a `TargetInfo`, small and JSON-able, that every stage gets. A model that rides in an installed
-package as GGUF is converted once into a clean Hugging Face folder in the store; nothing is ever downloaded here.
+In: a recipe. Out: a `TargetInfo`, small and JSON-able, that every stage gets. A model that rides in an
+installed package as GGUF is converted once into a clean Hugging Face folder in the store; nothing is ever
+downloaded here.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class TargetInfo:
     """What the stages need to know of the target, without opening its weights.
 
     model: as the recipe names it. path: the local Hugging Face folder (not part of any fingerprint).
-    fingerprint: config and weights. tokenizer_fingerprint: the tokenizer's files. template_hash: the chat template's
-    text. config: the model's config.json. eos_token_ids: every id that ends an answer. dtype: what it is run in.
+    fingerprint: config and weights. tokenizer_fingerprint: the tokenizer's files. template_hash: the chat
+    template's text. config: the model's config.json. eos_token_ids: every id that ends an answer. dtype: what
+    it is run in.
     """
 
     model: str
@@ -84,10 +86,11 @@ class TargetInfo:
 
 
 def prepare_target(recipe: Recipe) -> TargetInfo:
-    """Find the recipe's target, check that this machine can run it, and describe it. Seconds; no work is done before.
+    """Find the recipe's target, check that this machine can run it, and describe it. Seconds; no work is done
+    before.
 
-    Raises TargetError, one line: what is missing (weights, package, tokenizer, template, a device, memory) and how
-    to get it.
+    Raises TargetError, one line: what is missing (weights, package, tokenizer, template, a device, memory)
+    and how to get it.
     """
     wanted = recipe.target
     if wanted.model.startswith(PREFIX):
@@ -126,7 +129,8 @@ def _template(recipe: Recipe, folder: Path) -> str:
     template = target_files.chat_template(folder)
     if template is None:
         raise TargetError(
-            f"{recipe.target.model} has no chat template: name a Jinja file as target.chat_template in the recipe"
+            f"{recipe.target.model} has no chat template: name a Jinja file as target.chat_template in "
+            f"the recipe"
         )
     return template
 
@@ -136,8 +140,8 @@ def _template_hash(template: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _known_end_ids(recipe: Recipe, folder: Path, files: target_files.TargetFiles) -> tuple[int, ...]:
-    """`_end_ids`, looked up once for these very files: loading a tokenizer takes five seconds of imports, and a build
-    in which nothing changed should not take longer than that itself.
+    """`_end_ids`, looked up once for these very files: loading a tokenizer takes five seconds of imports, and
+    a build in which nothing changed should not take longer than that itself.
     """
     name = f".end-ids-{files.fingerprint}-{files.tokenizer_fingerprint}.json"
     memo = ArtifactStore(recipe.store.uri).root / STAGE.kind / name
@@ -166,7 +170,9 @@ def _end_ids(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise TargetError(f"{folder}: the tokenizer does not load: {' '.join(str(error).split())[:300]}") from error
+        raise TargetError(
+            f"{folder}: the tokenizer does not load: {' '.join(str(error).split())[:300]}"
+        ) from error
     if tokenizer.eos_token_id is not None:
         named.append(tokenizer.eos_token_id)
     if not named:
@@ -187,13 +193,17 @@ def _from_package(name: str, store: ArtifactStore) -> Path:
     def work(writer: Any) -> Mapping[str, Any]:
         log.info("converting %s into a Hugging Face folder, once: about 20 s", gguf.name)
         _convert_gguf(gguf, writer.folder)
-        return {"source": gguf.name, "bytes": sum(p.stat().st_size for p in writer.folder.iterdir() if p.is_file())}
+        return {
+            "source": gguf.name,
+            "bytes": sum(p.stat().st_size for p in writer.folder.iterdir() if p.is_file()),
+        }
 
     return store.local(plan.find(store) or run_plan(plan, store, work))
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write fp32 safetensors, config, tokenizer and chat template to `folder`, with no trace of quantisation."""
+    """Write fp32 safetensors, config, tokenizer and chat template to `folder`, with no trace of quantisation.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging

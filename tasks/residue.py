@@ -54,7 +54,9 @@ def kinds_in(text: str, role: str) -> set[str]:
 
 
 def mend(text: str) -> str:
-    """The text without control and invisible characters, marks of chat formats, escapes, buttons; outer blanks cut."""
+    """The text without control and invisible characters, marks of chat formats, escapes, buttons; outer
+    blanks cut.
+    """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     text = CONTROL.sub("", text)
     if not text.isascii():

@@ -1,4 +1,5 @@
-"""What is taken of a stream of clean conversations: no doubles, and a seeded sample, in memory that does not grow with text.
+"""What is taken of a stream of clean conversations: no doubles, and a seeded sample, in memory that does not
+grow with text.
 
 In: conversations one by one. Out: which to refuse as doubles; the sample, read back from a spill file.
 """
@@ -22,7 +23,8 @@ SPILL_ROWS = 512
 
 
 def key_of(*parts: str) -> int:
-    """64 bits that say which of two rows comes first, the same on every machine; lone surrogates are allowed."""
+    """64 bits that say which of two rows comes first, the same on every machine; lone surrogates are allowed.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part.encode("utf-8", "surrogatepass"))
@@ -81,9 +83,11 @@ def _seen(keys: set[int], key: int) -> bool:
 
 
 class Sample:
-    """The `limit` rows with the smallest keys (all where None): a seeded sample that no order of rows changes.
+    """The `limit` rows with the smallest keys (all where None): a seeded sample that no order of rows
+    changes.
 
-    Rows that could be in it go to a spill file; only keys stay in memory. A context manager; `folder` must be there.
+    Rows that could be in it go to a spill file; only keys stay in memory. A context manager; `folder` must be
+    there.
     """
 
     def __init__(self, limit: int | None, folder: Path) -> None:
@@ -98,7 +102,9 @@ class Sample:
         self._writer = pq.ParquetWriter(self._path, CONVERSATIONS, compression="zstd")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._writer:
             self._writer.close()
         self._path.unlink(missing_ok=True)
@@ -107,7 +113,9 @@ class Sample:
         return len(self._heap)
 
     def wants(self, key: int) -> bool:
-        """Whether a row with this key would be in the sample as it stands; asked before anything dear is done."""
+        """Whether a row with this key would be in the sample as it stands; asked before anything dear is
+        done.
+        """
         return self._limit is None or len(self._heap) < self._limit or key < -self._heap[0][0]
 
     def add(self, key: int, row: ConversationRow) -> None:

@@ -40,16 +40,23 @@ def memory_problem(recipe: Recipe, stored_bytes: int, stored_bits: int) -> str |
         room = int(room * recipe.vllm.memory_share)
         if needed * 1.1 > room:
             return (
-                f"{model} needs about {needed * 1.1 / GIB:.0f} GiB of device memory for weights alone, {used} device(s) "
-                f"give {room / GIB:.0f} GiB: raise vllm.tensor_parallel, or take a larger device or a smaller target"
+                f"{model} needs about {needed * 1.1 / GIB:.0f} GiB of device memory for weights alone, "
+                f"{used} device(s) "
+                f"give {room / GIB:.0f} GiB: raise vllm.tensor_parallel, or take a larger device or a "
+                f"smaller target"
             )
         return None
     if recipe.responses.engine == "http" and recipe.features.engine == "vllm" and parameters > LARGEST_ON_CPU:
-        return f"{model}: answers may come over HTTP, but its features are made on this machine, which has no CUDA device"
+        return (
+            f"{model}: answers may come over HTTP, but its features are made on this machine, "
+            "which has no CUDA device"
+        )
     if parameters > LARGEST_ON_CPU and not recipe.target.allow_cpu:
         return (
-            f"{model} has {parameters / 1e9:.1f} B parameters and this machine has no CUDA device: run it where there "
-            f"is a GPU with {needed * 1.2 / GIB:.0f} GiB or more, or set target.allow_cpu to wait for a CPU (days)"
+            f"{model} has {parameters / 1e9:.1f} B parameters and this machine has no CUDA device: run "
+            f"it where there "
+            f"is a GPU with {needed * 1.2 / GIB:.0f} GiB or more, or set target.allow_cpu to wait for a "
+            f"CPU (days)"
         )
     room = psutil.virtual_memory().total
     if needed * 1.5 > room:

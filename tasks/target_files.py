@@ -1,6 +1,7 @@
 """A target's files on this machine: where they are, whether they are all there, and what identifies them.
 
-In: a hub id or folder. Out: the local folder and `TargetFiles`. Nothing is downloaded and no tensor is read whole.
+In: a hub id or folder. Out: the local folder and `TargetFiles`. Nothing is downloaded and no tensor is read
+whole.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ DTYPE_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """config: config.json. weight_bytes: all tensors' bytes as stored. weight_bits: of the commonest dtype."""
+    """config: config.json. weight_bytes: all tensors' bytes as stored. weight_bits: of the commonest dtype.
+    """
 
     config: Mapping[str, Any]
     weight_bytes: int
@@ -40,12 +42,16 @@ class TargetFiles:
 
 
 def find_folder(model: str, revision: str | None) -> Path:
-    """The local folder of a hub id (from the hub's cache) or of a folder path. Raises TargetError with the remedy."""
+    """The local folder of a hub id (from the hub's cache) or of a folder path. Raises TargetError with the
+    remedy.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve()
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise TargetError(f"target.model {model!r} is neither a folder that is there, a hub id nor package:NAME")
+        raise TargetError(
+            f"target.model {model!r} is neither a folder that is there, a hub id nor package:NAME"
+        )
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -55,7 +61,8 @@ def find_folder(model: str, revision: str | None) -> Path:
         at = f" --revision {revision}" if revision else ""
         raise TargetError(
             f"no weights for {model} on this machine (looked in {constants.HF_HUB_CACHE}): get them with "
-            f"`hf download {model}{at}` (a gated model needs its licence accepted and `hf auth login` first), or name "
+            f"`hf download {model}{at}` (a gated model needs its licence accepted and `hf auth login` "
+            f"first), or name "
             f"a local folder as target.model{_no_device()}"
         ) from None
 
@@ -63,7 +70,11 @@ def find_folder(model: str, revision: str | None) -> Path:
 def _no_device() -> str:
     import torch
 
-    return "" if torch.cuda.is_available() else "; this machine has no CUDA device either, which such a model needs"
+    return (
+        ""
+        if torch.cuda.is_available()
+        else "; this machine has no CUDA device either, which such a model needs"
+    )
 
 
 def inspect(folder: Path, model: str) -> TargetFiles:
@@ -104,7 +115,9 @@ def inspect(folder: Path, model: str) -> TargetFiles:
 
 
 def chat_template(folder: Path) -> str | None:
-    """The chat template's text: its own file, or the tokenizer config's entry (the one named "default" of several)."""
+    """The chat template's text: its own file, or the tokenizer config's entry (the one named "default" of
+    several).
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text()
@@ -136,19 +149,27 @@ def _weight_files(folder: Path, model: str) -> list[Path]:
         return [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else found
     if list(folder.glob("*.bin")):
         raise TargetError(
-            f"{model}: {folder} holds pickled weights (*.bin) only, and those are not opened here: save them once as "
-            "safetensors (transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER), and the "
+            f"{model}: {folder} holds pickled weights (*.bin) only, and those are not opened here: save "
+            f"them once as "
+            "safetensors (transformers: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER), and the "
             "tokenizer beside them) and name that folder as target.model"
         )
     raise TargetError(f"{model}: {folder} has no weights (*.safetensors); {_again(model)}")
 
 
 def _again(model: str) -> str:
-    return f"fetch it again: `hf download {model}`" if not Path(model).expanduser().is_dir() else "copy it again, whole"
+    return (
+        f"fetch it again: `hf download {model}`"
+        if not Path(model).expanduser().is_dir()
+        else "copy it again, whole"
+    )
 
 
 def _header(path: Path, model: str) -> dict[str, Any]:
-    """A safetensors file's header; TargetError where the file is shorter than its header says (a broken download)."""
+    """A safetensors file's header; TargetError where the file is shorter than its header says (a broken
+    download).
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -1,8 +1,9 @@
 """Chat messages to token ids, and which of those tokens the assistant wrote, for any chat template.
 
-In: messages (role, content). Out: `Rendered`: token ids and [start, end) spans of assistant tokens, end-of-turn token
-included. Spans come from the template's `{% generation %}` tags where it has them, else from rendering the dialogue up
-to each turn and checking that the full rendering really begins so; rendered text is never matched by pattern.
+In: messages (role, content). Out: `Rendered`: token ids and [start, end) spans of assistant tokens,
+end-of-turn token included. Spans come from the template's `{% generation %}` tags where it has them, else
+from rendering the dialogue up to each turn and checking that the full rendering really begins so; rendered
+text is never matched by pattern.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ class Rendered:
     """T token ids, as a server would see them, and the spans [start, end) that the assistant wrote.
 
     left_out: indices into the messages of assistant turns that carry no span, because the template shows them
-    otherwise than they were written (thinking dropped from earlier turns, for one). truncated: cut on the right.
+    otherwise than they were written (thinking dropped from earlier turns, for one). truncated: cut on the
+    right.
     """
 
     token_ids: list[int]
@@ -54,8 +57,9 @@ class Rendered:
 class Template:
     """A tokenizer with its chat template.
 
-    end_ids: ids that end an assistant's turn. arguments: handed to the template as they are (enable_thinking, ...).
-    Raises TemplateError where the tokenizer cannot tell which characters a token came from, or has no template.
+    end_ids: ids that end an assistant's turn. arguments: handed to the template as they are (enable_thinking,
+    ...). Raises TemplateError where the tokenizer cannot tell which characters a token came from, or has no
+    template.
     """
 
     def __init__(
@@ -66,10 +70,14 @@ class Template:
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         if not tokenizer.is_fast:
-            raise TemplateError(f"{type(tokenizer).__name__} is a slow tokenizer: spans need one from tokenizer.json")
+            raise TemplateError(
+                f"{type(tokenizer).__name__} is a slow tokenizer: spans need one from tokenizer.json"
+            )
         text = text or tokenizer.chat_template
         if not isinstance(text, str):
-            raise TemplateError("the tokenizer has no chat template: name a Jinja file as target.chat_template")
+            raise TemplateError(
+                "the tokenizer has no chat template: name a Jinja file as target.chat_template"
+            )
         self.tokenizer = tokenizer
         self.end_ids = tuple(end_ids)
         self.text = text
@@ -84,7 +92,9 @@ class Template:
         tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=target.trust_remote_code)
         return cls(tokenizer, target.eos_token_ids, target.chat_template, target.template_arguments)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Rendered:
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Rendered:
         """What a server is given to answer the last user turn: generation prompt at the end.
 
         Spans mark earlier assistant turns. Raises TemplateError where the template refuses the messages.
@@ -94,11 +104,13 @@ class Template:
         text, tags = self._render(messages, tools, prompt=True, tags=self._tagged)
         return self._place(text, tags, messages, tools)
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Rendered:
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Rendered:
         """A dialogue that ends with the assistant's answer, every answer marked.
 
-        The last answer always begins where the server's prompt ends. Where the template would show it otherwise than
-        it was written, it is laid behind that prompt as written, as a server's own output is.
+        The last answer always begins where the server's prompt ends. Where the template would show it
+        otherwise than it was written, it is laid behind that prompt as written, as a server's own output is.
         Raises TemplateError where the template refuses the messages.
         """
         if not messages or messages[-1]["role"] != "assistant":
@@ -117,7 +129,9 @@ class Template:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _continues_prompt(self, rendered: Rendered, messages: Sequence[Message], tools: Any) -> bool:
-        """Whether the ids begin with exactly the ids a server would be given; merges across the seam break this."""
+        """Whether the ids begin with exactly the ids a server would be given; merges across the seam break
+        this.
+        """
         prompt, _ = self._render(messages[:-1], tools, prompt=True)
         ids = self._encode(prompt)
         return rendered.token_ids[: len(ids)] == ids and rendered.spans[-1][0] >= len(ids)
@@ -141,9 +155,7 @@ class Template:
         token_ids = [*prompt.token_ids, *ids, self.end_ids[0]]
         return Rendered(token_ids, [*prompt.spans, (start, len(token_ids))], prompt.left_out)
 
-    def _place(
-        self, text: str, tags: Sequence[Span], messages: Sequence[Message], tools: Any
-    ) -> Rendered:
+    def _place(self, text: str, tags: Sequence[Span], messages: Sequence[Message], tools: Any) -> Rendered:
         """Tokenise the full rendering once and find each assistant turn in it."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = encoded["input_ids"]
@@ -168,8 +180,8 @@ class Template:
     def _region(self, text: str, messages: Sequence[Message], turn: int, tools: Any) -> Span | None:
         """Characters from the end of the server's prompt for this turn to the end of the turn.
 
-        None where the full rendering does not begin with that prompt, or shows the turn otherwise than it stood when
-        it was the last: what the server wrote there is then not what the rendering shows.
+        None where the full rendering does not begin with that prompt, or shows the turn otherwise than it
+        stood when it was the last: what the server wrote there is then not what the rendering shows.
         """
         before, _ = self._render(messages[:turn], tools, prompt=True)
         after, _ = self._render(messages[: turn + 1], tools, prompt=False)
@@ -186,7 +198,9 @@ class Template:
         return (len(before), len(after))
 
     def _written(self, text: str, region: Span, message: Message, tagged: bool) -> Span | None:
-        """Where in the region the answer itself stands; what the template puts before it is not the assistant's."""
+        """Where in the region the answer itself stands; what the template puts before it is not the
+        assistant's.
+        """
         if message.get("tool_calls"):
             return region  # the server writes the call in the template's own form
         for content in (_content(message), _content(message).strip()):
@@ -196,7 +210,9 @@ class Template:
         return region if tagged else None
 
     def _tokens(self, ids: list[int], offsets: list[Span], region: Span, written: Span) -> Span | None:
-        """Token span of the answer and the end-of-turn token behind it; a token across the seam is not the answer's."""
+        """Token span of the answer and the end-of-turn token behind it; a token across the seam is not the
+        answer's.
+        """
         start = bisect_left(offsets, written[0] + 1, key=lambda pair: pair[1])
         while start < len(ids) and offsets[start][0] < region[0]:
             start += 1
@@ -225,7 +241,9 @@ class Template:
             )
         except Exception as error:
             # Templates are programs: whatever one raises is about these messages.
-            raise TemplateError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
+            raise TemplateError(
+                f"the chat template refuses the messages: {' '.join(str(error).split())}"
+            ) from error
         return texts[0], [tuple(pair) for pair in indices[0]] if tags else []
 
     def _encode(self, text: str) -> list[int]:
@@ -234,7 +252,9 @@ class Template:
     def _refuse_double_bos(self, ids: list[int]) -> None:
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
-            raise TemplateError(f"the rendering begins with {self.tokenizer.bos_token!r} twice: template and messages")
+            raise TemplateError(
+                f"the rendering begins with {self.tokenizer.bos_token!r} twice: template and messages"
+            )
 
 
 def _content(message: Message) -> str:
@@ -247,4 +267,7 @@ def _has_generation_tags(text: str) -> bool:
     from jinja2 import Environment
 
     tokens = [(kind, value) for _, kind, value in Environment().lex(text) if kind != "whitespace"]
-    return any(a[0] == "block_begin" and b == ("name", "generation") for a, b in zip(tokens, tokens[1:], strict=False))
+    return any(
+        a[0] == "block_begin" and b == ("name", "generation")
+        for a, b in pairwise(tokens)
+    )

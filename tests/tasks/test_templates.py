@@ -1,4 +1,5 @@
-"""Masks: what is marked is what the assistant wrote, token for token, whatever the template does around it."""
+"""Masks: what is marked is what the assistant wrote, token for token, whatever the template does around it.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ def test_it_prints_a_stores_samples_and_says_in_one_line_what_is_not_there(tmp_p
 
     app = typer.Typer()
     app.command()(main)
-    shown = CliRunner().invoke(app, [loaded_path := str(tmp_path / "tiny.yaml"), "--kind", "conversations", "--split", "heldout"])
+    shown = CliRunner().invoke(
+        app, [loaded_path := str(tmp_path / "tiny.yaml"), "--kind", "conversations", "--split", "heldout"]
+    )
     assert shown.exit_code == 0 and shown.output.count("── ") == 2 and "question number" in shown.output
     missing = CliRunner().invoke(app, [loaded_path])
     assert missing.exit_code == 1
