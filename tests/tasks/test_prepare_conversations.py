@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from storage.artifacts import ArtifactRef, ArtifactStore
-from storage.schemas import ConversationRow, QuarantineRow, from_table, read_rows
+from storage.schemas import ConversationRow, Message, QuarantineRow, from_table, read_rows, to_table
 from tasks import prepare_conversations as stage
+from tasks.intake import Intake
 from tasks.prepare_conversations import ConversationsError
 from tasks.prepare_target import TargetInfo, prepare_target
-from tasks.recipe import Recipe, build_recipe
-from tasks.selection import squeezed
+from tasks.recipe import Data, Recipe, Source, build_recipe
+from tasks.selection import Doubles, Sample, squeezed
 from tasks.sources import SourceError
 from tests.tiny_target import make_tiny_target
 
@@ -244,3 +247,54 @@ def test_data_that_cannot_do_is_one_line_and_leaves_nothing(tmp_path, tiny, targ
 def test_a_source_that_is_not_there_is_said_before_anything_starts(tmp_path, tiny, target):
     with pytest.raises(SourceError, match="no such file"):
         stage.plan(recipe_for(tiny, tmp_path, tmp_path / "none.json"), target)
+
+
+ANYTHING = st.recursive(
+    st.one_of(
+        st.none(),
+        st.integers(),
+        st.text(max_size=8),
+        st.sampled_from(["human", "gpt", "hello there", "\u200b"]),
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["id", "conversations", "from", "value", "messages"]), inner, max_size=3
+        )
+    ),
+    max_leaves=12,
+)
+TURN = st.fixed_dictionaries(
+    {"from": st.sampled_from(["human", "gpt", "system", "nobody"]), "value": ANYTHING}
+)
+DAMAGED = st.one_of(
+    ANYTHING, st.fixed_dictionaries({"id": st.text(max_size=2), "conversations": st.lists(TURN, max_size=4)})
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.lists(DAMAGED, max_size=25), limit=st.one_of(st.none(), st.integers(1, 5)), cut=st.integers(0, 40)
+)
+def test_random_damage_loses_no_row_uncounted(tmp_path_factory, rows, limit, cut):
+    folder = tmp_path_factory.mktemp("damage")
+    text = json.dumps(rows)
+    (folder / "a.json").write_text(text[: len(text) - cut] if cut else text)
+    quarantine: list[QuarantineRow] = []
+    source = Source(kind="sharegpt", uri=str(folder / "a.json"), limit=limit)
+    data = Data(sources=[source], max_prompt_tokens=3)
+    with Sample(limit, folder) as sample:
+        intake = Intake(source, "s", data, Doubles(), sample, _count_words, quarantine)
+        report = intake.run()
+        kept = list(sample.rows())
+    assert report.rows == report.sampled + report.not_sampled + report.refused.total()
+    assert report.not_sampled >= 0 and (report.not_sampled == 0 or len(kept) == limit)
+    assert len(kept) == report.sampled == len({each.id for each in kept})
+    assert len(quarantine) == report.refused.total() + report.cut_off
+    if not cut:
+        assert (report.rows, report.cut_off) == (len(rows), 0)
+    to_table(QuarantineRow, quarantine)
+
+
+def _count_words(messages: tuple[Message, ...]) -> int:
+    return sum(len(message.content.split()) for message in messages)
