@@ -22,6 +22,12 @@ from tasks.target_checks import TargetError
 from tests.tiny_target import make_tiny_target
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is a relative path here, as in a recipe: it must not land in the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_target(tmp_path_factory.mktemp("target"))
@@ -45,7 +51,7 @@ def recipe(model: Path | str, **overrides: Any) -> Recipe:
         "name": "t",
         "target": {"model": str(model), "dtype": "float32"},
         "data": {"sources": [{"kind": "prompts", "uri": "unused"}]},
-        "store": {"uri": str(overrides.pop("store", "unused"))},
+        "store": {"uri": str(overrides.pop("store", "store"))},
     }
     return build_recipe(raw, overrides)
 
