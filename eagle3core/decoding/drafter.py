@@ -43,7 +43,8 @@ class Drafter:
         order = torch.arange(rows).expand(batch, -1)
         real = order < counts[:, None]
         block = tree_block(token_ids, order, causal, real, self._cache)
-        outputs = self._run(self._draft.fuse(features), block)
+        weight = self._draft.fc.weight
+        outputs = self._run(self._draft.fuse(features.to(weight.device, weight.dtype)), block)
         self._cache.lengths = self._cache.lengths + counts
         self._outputs = outputs[torch.arange(batch), counts - 1][:, None]
         self._ancestors = torch.ones(batch, 1, 1, dtype=torch.bool)
@@ -87,15 +88,15 @@ class Drafter:
 
     def _run(self, hidden: Tensor, block: Block) -> Tensor:
         """The layer's un-normed output [B, n, H] for hidden states [B, n, H]."""
-        layer, (batch, rows) = self._draft.midlayer, block.token_ids.shape
+        layer, (batch, rows), device = self._draft.midlayer, block.token_ids.shape, hidden.device
         flat = hidden.flatten(0, 1)
-        x = layer.attention_input(self._draft.embed_tokens(block.token_ids.flatten()), flat)
-        cos, sin = self._draft.rope(block.positions.flatten(), flat.dtype)
+        x = layer.attention_input(self._draft.embed_tokens(block.token_ids.flatten().to(device)), flat)
+        cos, sin = self._draft.rope(block.positions.flatten().to(device), flat.dtype)
         apart = lambda tensor: tensor.unflatten(0, (batch, rows)).transpose(1, 2)
         queries = apart(layer.self_attn.queries(x, cos, sin))
         keys, values = (apart(part) for part in layer.self_attn.keys_values(x, cos, sin))
-        keys, values = self._cache.write(0, block.slots, keys, values, block.mask.shape[-1])
+        keys, values = self._cache.write(0, block.slots.to(device), keys, values, block.mask.shape[-1])
         attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=block.mask[:, None], enable_gqa=True
+            queries, keys, values, attn_mask=block.mask[:, None].to(device), enable_gqa=True
         )
         return layer.finish(attended.transpose(1, 2).flatten(0, 1), flat).unflatten(0, (batch, rows))
