@@ -66,7 +66,7 @@ def model_card(report: DraftReport, config: DraftConfig, recipe: Recipe, command
         K=report.evaluation.chain_length,
         figures=report.evaluation.figures,
         rate=_rate,
-        base_model=report.target.removeprefix(PACKAGE),
+        target=report.target.removeprefix(PACKAGE),
         sentence=headline(report),
         serving_lines=serving_lines(report.serving),
         trained=report.trained,

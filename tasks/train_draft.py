@@ -167,12 +167,12 @@ class _Progress:
         first, since = self._first or (event["step"], now)
         done, total = event["step"], event["total_steps"]
         bar = "#" * round(20 * done / total)
-        left = (
-            ""
-            if done == first
-            else f", about {duration((total - done) * (now - since) / (done - first))} left"
-        )
-        log.info("[%-20s] step %d of %d, loss %.3f%s", bar, done, total, event["loss"], left)
+        left = ""
+        if done > first:
+            left = f", about {duration((total - done) * (now - since) / (done - first))} left"
+        # Of the first TTT step: the sum over steps jumps where a ramp adds one.
+        first_step = event["step_loss"][0], event["accuracy"][0]
+        log.info("[%-20s] step %d of %d, loss %.3f, accuracy %.3f%s", bar, done, total, *first_step, left)
 
 
 train_draft = stage_task(STAGE, plan, run, estimate)

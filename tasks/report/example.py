@@ -26,13 +26,17 @@ class ExampleRound:
 
 @dataclass(frozen=True)
 class Example:
-    """A held-out answer, round by round. tau: committed tokens over rounds of this answer."""
+    """A held-out answer, round by round.
+
+    tau: committed tokens over rounds, of the whole answer even where its text is `cut`.
+    """
 
     prompt: str
     category: str
     temperature: float
     tau: float
     rounds: tuple[ExampleRound, ...]
+    cut: bool
 
 
 def make_example(
@@ -59,7 +63,7 @@ def make_example(
     committed = min(at, len(token_ids)) - start - 1
     tau = committed / len(accepted)
     prompt = decode(token_ids[:start])[-MOST_PROMPT:].strip()
-    return Example(prompt, category, temperature, tau, tuple(pieces[:MOST_ROUNDS]))
+    return Example(prompt, category, temperature, tau, tuple(pieces[:MOST_ROUNDS]), len(pieces) > MOST_ROUNDS)
 
 
 def _added(before: str, after: str) -> str:

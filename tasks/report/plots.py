@@ -50,7 +50,8 @@ def curves(evaluation: Evaluation) -> dict[str, bytes]:
         panel.spines[["top", "right", "left"]].set_visible(False)
         panel.tick_params(length=0)
     panels[0].legend(frameon=False, fontsize=9)
-    figure.suptitle(f"Acceptance per draft position: {evaluation.target}", fontsize=11)
+    target = evaluation.target.removeprefix("package:")
+    figure.suptitle(f"Acceptance per draft position: {target}", fontsize=11)
     images = {}
     # A fixed salt and no date: the same figures give the same bytes.
     with matplotlib.rc_context({"svg.hashsalt": "draftline", "svg.fonttype": "none"}):

@@ -43,7 +43,7 @@ def serving_lines(serving: ServingReport | None) -> list[str]:
     for check in serving.checks if serving else ():
         if not check.agreement:
             continue
-        at, positions = f"At temperature {check.temperature:g}", len(check.agreement)
+        at, positions = f"At temperature {check.temperature:g},", len(check.agreement)
         if check.identical is not None:
             same = f"{at} {check.identical} of {check.prompts} answers are token for token those"
             lines.append(f"{same} that the server gives without speculation.")

@@ -132,7 +132,7 @@ def make_report(name: str = "smollm2-135m", hit: float = 0.5, **changes: object)
             "coverage_heldout": 0.993,
         },
         recipe={"training": {"lr": 5e-4, "ttt_steps": 5}},
-        examples=(Example("How do I sort a list?", "coding", 0.0, 2.2, rounds),),
+        examples=(Example("How do I sort a list?", "coding", 0.0, 2.2, rounds, False),),
         lineage=tuple(
             LineageRow(
                 kind,
