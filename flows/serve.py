@@ -11,10 +11,10 @@ import sys
 from datetime import timedelta
 
 from prefect.automations import Automation
+from prefect.client.schemas.objects import StateType
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
-from prefect.client.schemas.objects import StateType
 from prefect.runner import Runner
 
 from flows.build_draft import build_draft

@@ -9,11 +9,14 @@ the artifacts.
 from __future__ import annotations
 
 import json
+import platform
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+
+import psutil
 
 from storage.artifacts import ArtifactRef, ArtifactStore
 from tasks.prepare_target import TargetInfo
@@ -22,7 +25,7 @@ from tasks.stage import Plan
 from tasks.tracked_figures import Figure, acceptance_figures, flat, numbers
 from tasks.tracking import Mlflow
 
-ARTIFACT_TAG, RESULT_TAG = "draftline.artifact", "draftline.result"
+ARTIFACT_TAG, RESULT_TAG, PROCESS_TAG = "draftline.artifact", "draftline.result", "draftline.process"
 SCORE = "tau_walk_t0"
 TRAINING_METRICS = "training/metrics.jsonl"
 TAIL_SECONDS = 5.0
@@ -108,7 +111,8 @@ class BuildTracker:
                 "draftline.tokenizer": self.target.tokenizer_fingerprint,
                 "draftline.chat_template": self.target.template_hash,
             }
-            tags |= {"draftline.prefect": self.page} if self.page else {}
+            tags |= {PROCESS_TAG: _this_process()} | ({"draftline.prefect": self.page} if self.page else {})
+            self._mlflow.end_dead(PROCESS_TAG, _alive)
             parameters = flat(self.recipe.model_dump(mode="json", exclude={"name", "description"}))
             self._run = self._mlflow.open_run(tags, parameters)
         return self._run
@@ -117,7 +121,11 @@ class BuildTracker:
         build = self._open_build()
         if build is None:
             return None
-        tags = {"mlflow.runName": f"{plan.stage.name} {self.recipe.name}", "draftline.stage": plan.stage.name}
+        tags = {
+            "mlflow.runName": f"{plan.stage.name} {self.recipe.name}",
+            "draftline.stage": plan.stage.name,
+            PROCESS_TAG: _this_process(),
+        }
         tags |= {f"draftline.input.{ref.kind}": ref.fingerprint for ref in plan.inputs}
         self._mlflow.tag(build, f"draftline.{plan.stage.kind}", plan.fingerprint)
         return self._mlflow.open_run(tags, flat(plan.parameters), parent=build)
@@ -215,3 +223,20 @@ def _status(error: BaseException | None) -> str:
     if error is None:
         return "FINISHED"
     return "FAILED" if isinstance(error, Exception) else "KILLED"
+
+
+def _this_process() -> str:
+    """Host, pid and start time: what tells this process from a later owner of its pid."""
+    process = psutil.Process()
+    return f"{platform.node()} {process.pid} {process.create_time():.0f}"
+
+
+def _alive(name: str) -> bool:
+    """Whether the named process lives. Of another host nothing is known: it may."""
+    host, pid, created = name.rsplit(" ", 2)
+    if host != platform.node():
+        return True
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(created)) < 2
+    except psutil.NoSuchProcess:
+        return False

@@ -65,8 +65,7 @@ def quiet_console() -> None:
 
 
 class _OneLine(logging.Formatter):
-    """Time and message, the level where it is a warning or worse, never a traceback: the log file has that.
-    """
+    """Time, level where it is a warning or worse, message; a traceback is in the log file alone."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""

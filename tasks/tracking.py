@@ -26,6 +26,7 @@ Value = TypeVar("Value")
 
 PAGE = "http://127.0.0.1:5000"  # where `make ui` shows a database's runs
 BEST = "best"
+KIND = "custom_model_development"  # which of its two faces the page shows
 SCORE_TAG = "draftline.tau_walk_t0"
 METRICS_A_CALL, PARAMETERS_A_CALL = 1000, 100  # MLflow's limits
 LONGEST_VALUE = 500
@@ -97,6 +98,18 @@ class Mlflow:
             lambda client: client.search_runs([self.experiment], f"tags.`{tag}` = '{value}'", max_results=1)
         )
         return runs[0].info.run_id if runs else None
+
+    def end_dead(self, tag: str, alive: Callable[[str], bool]) -> None:
+        """Close every run that says it is running while its process, named by `tag`, is gone."""
+
+        def action(client: MlflowClient) -> None:
+            running = client.search_runs([self.experiment], "attributes.status = 'RUNNING'")
+            for run in running:
+                process = run.data.tags.get(tag)
+                if process is not None and not alive(process):
+                    client.set_terminated(run.info.run_id, "KILLED")
+
+        self._call(action)
 
     def page(self, run: str) -> str:
         """The run's address in the browser."""
@@ -171,7 +184,9 @@ class Mlflow:
         # A server decides itself where artifacts lie; a database needs to be told.
         remote = self.settings.uri.startswith("http")
         location = None if remote else Path(self.settings.artifacts).absolute().as_uri()
-        self.experiment = client.create_experiment(self.settings.experiment, artifact_location=location)
+        self.experiment = client.create_experiment(
+            self.settings.experiment, artifact_location=location, tags={"mlflow.experimentKind": KIND}
+        )
         return client
 
 

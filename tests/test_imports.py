@@ -1,4 +1,4 @@
-"""Imports run one way: flows -> tasks -> {eagle3core, storage}; eagle3core alone needs torch and safetensors only."""
+"""Imports run one way: flows -> tasks -> {eagle3core, storage}; the core needs torch and safetensors only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def test_the_contract_of_import_linter_is_kept():
 
 
 def test_the_core_imports_torch_safetensors_and_the_standard_library():
-    assert imported("eagle3core") - set(sys.stdlib_module_names) <= {"torch", "safetensors", "eagle3core", "triton"}
+    assert imported("eagle3core") - set(sys.stdlib_module_names) <= {
+        "torch",
+        "safetensors",
+        "eagle3core",
+        "triton",
+    }
 
 
 def test_storage_knows_no_torch():
@@ -43,7 +48,10 @@ def test_one_file_knows_mlflow():
         path.relative_to(ROOT).as_posix()
         for package in ("flows", "tasks", "storage", "eagle3core")
         for path in (ROOT / package).rglob("*.py")
-        if any(line.lstrip().startswith(("import mlflow", "from mlflow")) for line in path.read_text().splitlines())
+        if any(
+            line.lstrip().startswith(("import mlflow", "from mlflow"))
+            for line in path.read_text().splitlines()
+        )
     ]
     assert users == ["tasks/tracking.py"]
 

@@ -48,7 +48,9 @@ def test_the_published_folder_is_what_a_server_loads(published: ArtifactRef, sto
     assert {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"} <= names
 
 
-def test_every_artifact_of_the_draft_can_be_followed_back_to_the_prompts(published: ArtifactRef, store: ArtifactStore):
+def test_every_artifact_of_the_draft_can_be_followed_back_to_the_prompts(
+    published: ArtifactRef, store: ArtifactStore
+):
     def ancestors(ref: ArtifactRef) -> set[str]:
         return {ref.kind}.union(*(ancestors(parent) for parent in store.manifest(ref).inputs))
 

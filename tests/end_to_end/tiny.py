@@ -11,7 +11,20 @@ import yaml
 from tasks.recipe import Recipe, load_recipe
 from tests.tiny_target import make_tiny_target
 
-TOPICS = ("rain", "bread", "maps", "clocks", "rivers", "chess", "paint", "sleep", "wool", "salt", "moss", "ice")
+TOPICS = (
+    "rain",
+    "bread",
+    "maps",
+    "clocks",
+    "rivers",
+    "chess",
+    "paint",
+    "sleep",
+    "wool",
+    "salt",
+    "moss",
+    "ice",
+)
 WAYS = ("what is {}", "why is there {}", "tell me of {} and more")
 
 
@@ -19,7 +32,11 @@ def write_tiny_recipe(folder: Path, **changes: Any) -> Path:
     """`folder`/tiny.yaml, with target and prompts beside it; `changes` are dotted keys."""
     if not (folder / "target").exists():
         make_tiny_target(folder / "target")
-        rows = [{"id": f"q{i}-{j}", "prompt": way.format(topic)} for i, topic in enumerate(TOPICS) for j, way in enumerate(WAYS)]
+        rows = [
+            {"id": f"q{i}-{j}", "prompt": way.format(topic)}
+            for i, topic in enumerate(TOPICS)
+            for j, way in enumerate(WAYS)
+        ]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     raw: dict[str, Any] = {
         "name": "tiny",

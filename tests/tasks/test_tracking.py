@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from tasks.tracked_figures import Figure, flat, numbers, redacted
 from tests.flows.fake_stages import TARGET, FakeStage, fake_recipe, write_metrics
 from tests.tasks.report_samples import make_evaluation
 
+ROOT = Path(__file__).resolve().parents[2]
 DEAD = "http://127.0.0.1:9"
 
 
@@ -105,7 +109,9 @@ def test_acceptance_is_logged_by_draft_position(recipe: Recipe):
     assert "tau_walk_t1" in build.data.metrics
 
 
-def test_training_shows_while_it_runs_and_is_whole_at_its_end(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+def test_training_shows_while_it_runs_and_is_whole_at_its_end(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(tasks.build_tracker, "TAIL_SECONDS", 0.05)
     seen: dict[int, float] = {}
 
@@ -139,11 +145,43 @@ def test_a_stage_that_fails_leaves_failed_runs(recipe: Recipe):
     assert {run.info.status for run in runs(recipe).values()} == {"FAILED"}
 
 
+def test_a_killed_build_is_closed_by_the_next_one(recipe: Recipe, tmp_path: Path):
+    killed = f"""
+import os, signal
+from tests.flows.fake_stages import FakeStage
+from tests.tasks.test_tracking import follow
+from tasks.recipe import load_recipe
+
+def work(writer):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+train = FakeStage("train", "draft")
+train.work = work
+follow(load_recipe({str(tmp_path / "recipe.yaml")!r}), train)
+"""
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.model_dump(mode="json")))
+    done = subprocess.run(
+        [sys.executable, "-c", killed], cwd=ROOT, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert {run.info.status for run in runs(recipe).values()} == {"RUNNING"}
+
+    follow(recipe, FakeStage("ask", "conversations"))
+    client = MlflowClient(recipe.tracking.uri)
+    experiment = client.get_experiment_by_name(recipe.tracking.experiment)
+    statuses = [run.info.status for run in client.search_runs([experiment.experiment_id])]
+    assert sorted(statuses) == ["FINISHED", "FINISHED", "KILLED", "KILLED"]
+
+
 def test_a_dead_server_is_said_once_and_a_later_build_logs_what_was_missed(
     recipe: Recipe, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    stages = FakeStage("ask", "conversations"), FakeStage("train", "draft"), FakeStage("evaluate", "acceptance")
+    stages = (
+        FakeStage("ask", "conversations"),
+        FakeStage("train", "draft"),
+        FakeStage("evaluate", "acceptance"),
+    )
     away = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"uri": DEAD})})
     with caplog.at_level(logging.WARNING):
         made, page = follow(away, *stages)
