@@ -33,6 +33,7 @@ def make_tiny_target(
     vocab: int = 512,
     head_dim: int = 32,
     max_position_embeddings: int = 512,
+    context: float = 1.0,
     seed: int = 0,
 ) -> Path:
     """Write the model to `folder` and return it.
@@ -40,6 +41,8 @@ def make_tiny_target(
     The weights are wide enough that the next-token distribution is peaked: greedy text is varied, the top two
     logits lie far apart for fp32, and a sampled answer is not noise. `head_dim` is 32 because vLLM's CPU
     attention takes no smaller one. Ids run to `vocab` exactly, so whatever the model writes can be decoded.
+    `context` scales what attention and MLPs add to the embedding: near 0 the next token depends on the last
+    one alone, and a draft learns to predict it in seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tiny_tokenizer(vocab)
@@ -63,6 +66,10 @@ def make_tiny_target(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(context)
+            layer.mlp.down_proj.weight.mul_(context)
     model.save_pretrained(folder)
     return folder
 

@@ -15,18 +15,13 @@ import torch
 
 from storage.features import FeatureReader
 from storage.schemas import ResponseRow, ServingRow, from_table, read_rows
-from tasks import (
-    build_vocabulary,
-    check_serving,
-    evaluate_draft,
-    extract_features,
-    make_responses,
-    train_draft,
-)
+from tasks import check_serving, evaluate_draft, extract_features, make_responses
 from tasks.engines.huggingface import HuggingFaceEngine
 from tasks.engines.pool import engine_options, target_files
 from tasks.engines.requests import Request
+from tests.tasks.bigram_draft import store_draft
 from tests.tasks.tiny_build import TinyBuild, tiny_build
+from tests.tiny_target import make_tiny_target
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -36,8 +31,10 @@ RELATIVE = 1e-5
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyBuild, object]:
+    folder = tmp_path_factory.mktemp("vllm")
+    make_tiny_target(folder / "target", context=0.01)  # the last token decides, as bigram_draft assumes
     build = tiny_build(
-        tmp_path_factory.mktemp("vllm"),
+        folder,
         train=40,
         heldout=12,
         **{
@@ -48,11 +45,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyBuild, object]:
             "responses.heldout_max_new_tokens": 40,
             "data.max_turns": 2,
             "data.max_tokens": 200,
-            "vocabulary.size": 512,
-            "training.lr": 3e-3,
-            "training.epochs": 12,
-            "training.ttt_steps": 3,
-            "training.tokens_per_batch": 512,
             "evaluation.chain_length": 3,
             "serving.prompts": 12,
             "serving.max_new_tokens": 32,
@@ -109,8 +101,7 @@ def test_a_server_accepts_what_was_promised_and_changes_no_greedy_token(built):
     build, responses = built
     recipe, target, store = build.recipe, build.target, build.store
     features = extract_features.run(recipe, target, store, responses)
-    vocabulary = build_vocabulary.run(recipe, target, store, responses)
-    draft = train_draft.run(recipe, target, store, features, vocabulary)
+    draft = store_draft(target, store)
     acceptance = evaluate_draft.run(recipe, target, store, draft, features)
     ref = check_serving.run(recipe, target, store, draft, acceptance, responses)
 
@@ -119,8 +110,7 @@ def test_a_server_accepts_what_was_promised_and_changes_no_greedy_token(built):
     assert all(summary["verdict"].values()), summary["verdict"]
     greedy = next(c for c in summary["checks"] if (c["method"], c["temperature"]) == ("eagle3", 0.0))
     assert greedy["identical"] == greedy["prompts"] == 12
-    # The draft learned something, or nothing was proved.
-    assert greedy["served"]["survival"][0]["value"] > 0.1
+    assert 0.2 < greedy["served"]["survival"][0]["value"] < 1  # else nothing was proved
     for method in summary["methods"]:
         if method["temperature"] == 0:
             assert method["as_stored"] == 12
