@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,27 +35,45 @@ def arguments(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def cpu_seconds(work: Callable[[], object], repeats: int, warm_up: int = 1) -> float:
-    """CPU seconds of one call, all threads together: the median of `repeats` calls."""
-    for _ in range(warm_up):
-        work()
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        work()
-        times.append(time.process_time() - start)
-    return sorted(times)[len(times) // 2]
-
-
-def gemm_rate(size: int = 1536, repeats: int = 7) -> float:
-    """fp32 FLOP per CPU second of a square matrix product, the best of `repeats`: what a floor divides by."""
-    a, b, out = (torch.randn(size, size) for _ in range(3))
+def cpu_seconds(work: Callable[[], object], repeats: int) -> float:
+    """CPU seconds of one call, all threads together: the median of `repeats` calls after one to warm up."""
     times = []
     for _ in range(repeats + 1):
         start = time.process_time()
-        torch.mm(a, b, out=out)
+        work()
         times.append(time.process_time() - start)
-    return 2 * size**3 / min(times)
+    return median(times[1:])
+
+
+@dataclass(frozen=True)
+class Timing:
+    """seconds: CPU seconds of one call, all threads together. gemm_rate: fp32 FLOP per CPU second of a large
+    matrix product, sampled between the calls: a floor divides by it, and a busy machine slows both alike.
+    Medians.
+    """
+
+    seconds: float
+    gemm_rate: float
+
+
+def time_beside_gemm(work: Callable[[], object], repeats: int, warm_up: int = 1) -> Timing:
+    """Time `work`, with samples of the machine's GEMM rate before and after every call."""
+    for _ in range(warm_up):
+        work()
+    seconds, rates = [], [_gemm_rate() for _ in range(2)][1:]
+    for _ in range(repeats):
+        start = time.process_time()
+        work()
+        seconds.append(time.process_time() - start)
+        rates += [_gemm_rate() for _ in range(3)]
+    return Timing(median(seconds), median(rates))
+
+
+def _gemm_rate(size: int = 1536) -> float:
+    a, b, out = (torch.randn(size, size) for _ in range(3))
+    start = time.process_time()
+    torch.mm(a, b, out=out)
+    return 2 * size**3 / (time.process_time() - start)
 
 
 def peak_bytes() -> int:

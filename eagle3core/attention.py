@@ -139,7 +139,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> tuple[T
     """
     if q.is_cuda:
         return _cuda_forward(q, k, v, windows)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     for window in windows.spans:
         place = slice(window.slot, window.slot + window.stop - window.first)
         results = []

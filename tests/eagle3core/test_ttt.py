@@ -141,6 +141,19 @@ def test_options_change_no_gradient(unroll: Unroll | None) -> None:
     assert_same(wanted, gradients(draft))
 
 
+@pytest.mark.parametrize("version", ["EAGLE-3", "EAGLE-3.1"])
+def test_bfloat16_stays_close(version: str) -> None:
+    """GEMMs and attention in bf16, as on a GPU; residuals, softmax, loss and gradients' sums in fp32."""
+    draft = make_draft(**VERSIONS[version])
+    plain = packed_step(draft, answers(), 4)
+    wanted = gradients(draft)
+    other = packed_step(draft, answers(), 4, Unroll(torch.bfloat16))
+    assert other.loss.item() == pytest.approx(plain.loss.item(), rel=0.01)
+    for name, value in gradients(draft).items():
+        assert value.dtype == torch.float32
+        assert (value - wanted[name]).norm() < 0.05 * wanted[name].norm(), name
+
+
 def test_document_order_and_neighbours_change_nothing() -> None:
     """Nothing leaks over a document's end: packed together or summed one by one, the gradients are the same.
     """
