@@ -95,7 +95,9 @@ def _scores(q: Tensor, own_k: Tensor) -> Tensor:
 
 
 def _for_all(own: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of a step's keys [then, kv_heads, d] from that of the chains still alive: 0 for the others."""
+    """The gradient of a step's keys [then, kv_heads, d] from that of the chains still alive: 0 for the
+    others.
+    """
     if len(grad) == len(own):
         return grad
     return torch.cat([grad, grad.new_zeros(len(own) - len(grad), *grad.shape[1:])])
