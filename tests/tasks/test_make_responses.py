@@ -66,8 +66,8 @@ def test_the_teacher_of_a_greedy_answer_prefers_what_was_written(built):
     for i in range(len(reader)):
         sample = reader.read(i)
         rows = np.concatenate([np.arange(start - 1, end - 1) for start, end in sample.spans[-1:]])
-        mass = np.exp(sample.teacher_log_probs[rows].astype(float)).sum(-1) + np.exp(sample.teacher_rest[rows])
-        np.testing.assert_allclose(mass, 1, atol=2e-3)
+        inside = np.exp(sample.teacher_log_probs[rows].astype(float)).sum(-1)
+        np.testing.assert_allclose(inside + np.exp(sample.teacher_rest[rows]), 1, atol=2e-3)
         if sample.temperature == 0:
             assert sample.teacher_ids[rows, 0].tolist() == sample.token_ids[rows + 1].tolist()
         # Rows that no label needs say that the k tokens have no mass.
