@@ -255,7 +255,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [in_new_process("benchmarks.ttt_step", case) for case in cases(options.quick, options.data)]
     for row in rows:
         row["bar"] = BARS.get((row["masks"], row["draft_vocabulary"])) if row["tokens"] == 512 else None
-        row["memory_bar"] = MEMORY_BARS.get(row["tokens"]) if row["masks"] == "full" else None
+        large = row["masks"] == "full" and row["draft_vocabulary"] == 32000
+        row["memory_bar"] = MEMORY_BARS.get(row["tokens"]) if large else None
     loop = in_new_process(
         "benchmarks.ttt_step",
         {
