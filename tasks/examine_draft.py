@@ -35,6 +35,10 @@ PROMPTS = (
     "Write a function that reverses a list.",
     "A train travels 120 km in 2 hours. How fast is it?",
     "Name three rivers in Europe and one fact about each.",
+    "Explain to a child what a magnet does.",
+    "Write a short letter that thanks a friend for a book.",
+    "What is the difference between a list and a tuple in Python?",
+    "Summarise the story of Romeo and Juliet.",
 )
 STORED = 8  # stored answers examined
 
@@ -106,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft", type=Path, required=True, help="folder of model.safetensors, config.json")
     parser.add_argument("--features", type=Path, help="a features artifact's folder, instead of prompts")
     parser.add_argument("--prompt", action="append", help="a question for the target; may be given again")
-    parser.add_argument("--new-tokens", type=int, default=48, help="length of the answers to prompts")
+    parser.add_argument("--new-tokens", type=int, default=64, help="length of the answers to prompts")
     options = parser.parse_args(argv)
     target = prepare_target(load_recipe(options.recipe))
     prompts = options.prompt or PROMPTS

@@ -22,7 +22,8 @@ from eagle3core.teacher import OUTSIDE
 from eagle3core.unroll import Unroll
 
 KNOWS = 0.8  # of the loss of a draft that says every token alike: what a trained one is below
-CLEAR = 0.1  # nats per token by which another reading must beat the present one
+CLEAR = 0.02  # nats per token by which another reading must beat the present one,
+SURE = 4.0  # and in standard errors of the paired difference
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,13 @@ def reading_findings(patient: Patient) -> list[Finding]:
     found = []
     for reading in _readings(patient):
         then = _losses(patient, reading.draft, reading.documents)
-        place = slice(1, None) if reading.later else slice(0, 1)
-        gain = float((now[place] - then[place]).mean())
+        # Step 0 shows how the target's states are read, later steps how the draft's own output is.
+        pairs = [(torch.cat(losses[1:]) if reading.later else losses[0]) for losses in (now, then)]
+        difference = pairs[0] - pairs[1]
+        gain = float(difference.mean())
+        sure = gain > SURE * float(difference.std()) / len(difference) ** 0.5
         # Weights that know nothing under any reading prefer one by accident.
-        if gain > CLEAR and float(then[place].mean()) < KNOWS * chance:
+        if gain > CLEAR and sure and float(pairs[1].mean()) < KNOWS * chance:
             text = f"{reading.text}: {gain:.2f} nats a token better"
             found.append((gain, Finding(reading.name, text, reading.remedy)))
     # The best other reading is the cause; the rest follow from it.
@@ -88,8 +92,10 @@ def _with(draft: Eagle3Draft, **flags: bool) -> Eagle3Draft:
 
 
 @torch.no_grad()
-def _losses(patient: Patient, draft: Eagle3Draft, documents: Sequence[Document], steps: int = 3) -> Tensor:
-    """Mean cross-entropy of the text over D at each TTT step, [steps]."""
+def _losses(
+    patient: Patient, draft: Eagle3Draft, documents: Sequence[Document], steps: int = 3
+) -> list[Tensor]:
+    """Cross-entropy over D of every token of the text that D holds, at each TTT step."""
     ids = draft_id_table(draft.t2d).cpu()
     batch = pack(documents, ids, steps, follow=Chains.SERVED, target_head=patient.target_head)
     if batch is None:
@@ -97,5 +103,8 @@ def _losses(patient: Patient, draft: Eagle3Draft, documents: Sequence[Document],
     losses = []
     for step, output in enumerate(Unroll()(draft, batch)):
         labels = ids[batch.tokens[batch.chains[: len(output)] + step + 1]]
-        losses.append(F.cross_entropy(draft.logits(output).float(), labels, ignore_index=OUTSIDE))
-    return torch.stack(losses)
+        known = labels != OUTSIDE
+        losses.append(
+            F.cross_entropy(draft.logits(output[known]).float(), labels[known], reduction="none")
+        )
+    return losses
