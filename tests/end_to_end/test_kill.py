@@ -1,7 +1,7 @@
-"""SIGKILL in the middle of a stage, then the same command: it goes on, and ends as an uninterrupted build does.
+"""SIGKILL in the middle of a stage, then the same command: it goes on, and ends as an unbroken build does.
 
-In fp32 a state's last bits follow the batch it was computed in, and a resumed engine batches what is left: the
-answers are the same token by token, and what is trained on the same features is the same bit by bit.
+In fp32 a state's last bits follow the batch it was computed in, and a resumed engine batches what is left:
+the answers are the same token by token, and what is trained on the same features is the same bit by bit.
 """
 
 from __future__ import annotations
