@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage.artifacts import ArtifactStore
-from tasks.build_vocabulary import TABLE, choose, count_supervised, coverage, plan, read_vocabulary, run
+from tasks.build_vocabulary import TABLE, choose, count_tokens, coverage, plan, read_vocabulary, run
 from tests.tasks.feature_samples import END, VOCAB, make_recipe, make_responses, make_samples, make_target
 
 
@@ -58,7 +58,7 @@ def built(tmp_path: Path):
 
 def test_only_supervised_tokens_of_the_train_split_count(built):
     _, _, store, samples, responses = built
-    counts = count_supervised(store.local(responses), VOCAB)
+    counts = count_tokens(store.local(responses), VOCAB)
     for split in ("train", "heldout"):
         expected = np.zeros(VOCAB, int)
         for sample in samples:
@@ -66,7 +66,23 @@ def test_only_supervised_tokens_of_the_train_split_count(built):
                 for start, end in sample.spans:
                     for token in sample.token_ids[start:end]:
                         expected[token] += 1
-        assert counts[split].tolist() == expected.tolist()
+        assert counts.answers[split].tolist() == expected.tolist()
+
+
+def test_the_prompts_of_the_train_split_are_what_is_left_of_it(built):
+    _, _, store, samples, responses = built
+    counts = count_tokens(store.local(responses), VOCAB)
+    whole = np.zeros(VOCAB, int)
+    for sample in samples:
+        if sample.split == "train":
+            for token in sample.token_ids:
+                whole[token] += 1
+    assert (counts.prompts + counts.answers["train"]).tolist() == whole.tolist()
+
+
+def test_ids_of_no_answer_come_by_their_count_in_prompts():
+    vocabulary = choose(np.array([0, 0, 0, 4, 0, 0]), 3, prompts=np.array([0, 1, 0, 9, 5, 0]))
+    assert vocabulary.target_ids.tolist() == [1, 3, 4]
 
 
 def test_the_stage_writes_an_ascending_map_with_the_end_of_turn_in_it(built):
@@ -80,7 +96,7 @@ def test_the_stage_writes_an_ascending_map_with_the_end_of_turn_in_it(built):
     summary = store.manifest(ref).summary
     assert summary["size"] == 64
     assert summary["coverage_train"] == 1.0
-    heldout = count_supervised(store.local(responses), VOCAB)["heldout"]
+    heldout = count_tokens(store.local(responses), VOCAB).answers["heldout"]
     assert summary["coverage_heldout"] == coverage(heldout, ids)
     assert run(recipe, target, store, responses) == ref
 
@@ -96,7 +112,7 @@ def test_another_tokenizer_is_another_vocabulary(built):
 def test_text_of_another_tokenizer_is_refused(built):
     _, _, store, _, responses = built
     with pytest.raises(ValueError, match="another tokenizer"):
-        count_supervised(store.local(responses), 20)
+        count_tokens(store.local(responses), 20)
 
 
 def test_no_train_text_is_one_clear_line(tmp_path: Path):
