@@ -123,8 +123,6 @@ def test_a_server_accepts_what_was_promised_and_changes_no_greedy_token(built):
 
 def test_the_rejection_samplers_bug_is_still_there_and_still_mended():
     """Fails once vLLM is right by itself: then drop the version from vllm_patches.BROKEN."""
-    from vllm.v1.sample import rejection_sampler
-
     from tasks.engines import vllm_patches
 
     x, counts = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 5, 6], dtype=torch.int32)
@@ -132,8 +130,10 @@ def test_the_rejection_samplers_bug_is_still_there_and_still_mended():
     torch.testing.assert_close(vllm_patches.expand_batch_to_tokens(x, counts, 6, 0, 1), expected)
     if not vllm_patches.needed():
         pytest.skip("this vLLM is not a version that is known to be broken")
-    # Memory that new_empty will get again: what is left untouched keeps this value.
-    for _ in range(64):
-        torch.full((6,), 123.0)
-    original = rejection_sampler.expand_batch_to_tokens(x, counts, 6, 0, 1)
-    assert not torch.equal(original, expected)
+    from vllm.platforms import current_platform
+    from vllm.utils import cpu_triton_utils
+
+    current_platform.import_kernels()
+    output = torch.full((6,), -7.0)
+    cpu_triton_utils._expand_kernel_impl(output, x, counts, 0, 1, 128)
+    assert not torch.equal(output, expected)
