@@ -2,8 +2,8 @@
 
 In: responses. Out: a vocabulary artifact, one row per draft id (target id, count, cumulative share). Counted
 over the supervised response tokens of the train split alone, so that held-out text cannot leak into the map;
-where they fill less than D ids, the prompts' tokens come next: on the embedded default that covers 1.2 % more of
-the held-out answers than filling from the lowest id up.
+where they fill less than D ids, the prompts' tokens come next: on the embedded default that covers 1.2 %
+more of the held-out answers than filling from the lowest id up.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class DraftVocabulary:
 def choose(
     counts: np.ndarray, size: int, always: Sequence[int] = (), prompts: np.ndarray | None = None
 ) -> DraftVocabulary:
-    """The `size` most frequent ids of `counts` [V]; `always` first, ties, unseen ids among them, by their count
-    in `prompts` [V], then by lower id.
+    """The `size` most frequent ids of `counts` [V]; `always` first; ties, unseen ids among them, by their
+    count in `prompts` [V], then by lower id.
 
     `size` at or above V keeps every id (the identity map). Raises ValueError where `always` does not fit.
     """
@@ -92,8 +92,8 @@ def choose(
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Occurrences of every token, [V] int64 each: `answers` inside response spans by split, `prompts` outside of
-    them in the train split.
+    """Occurrences of every token, [V] int64 each: `answers` inside response spans by split, `prompts` outside
+    of them in the train split.
     """
 
     answers: dict[str, np.ndarray]

@@ -54,12 +54,9 @@ class Expected:
 def feature_bytes_per_token(recipe: Recipe, target: TargetInfo) -> int:
     """Bytes that one token takes in the features artifact: three states and the teacher."""
     width = BYTES[recipe.features.dtype]
-    if recipe.features.teacher == "hidden":
-        teacher = target.hidden_size * width
-    else:
-        teacher = (
-            recipe.features.teacher_k * (4 + 2) + 4
-        )  # ids, log-probabilities in half precision, the rest
+    # Top-k: ids, log-probabilities in half precision, the rest.
+    topk = recipe.features.teacher_k * (4 + 2) + 4
+    teacher = target.hidden_size * width if recipe.features.teacher == "hidden" else topk
     return 4 + 3 * target.hidden_size * width + teacher
 
 
