@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Column, arguments, gemm_rate, print_table, write_results
-from tasks.engines.pool import Part, run_engines
+from benchmarks.harness import Column, arguments, print_table, time_beside_gemm, write_results
+from tasks.engines.pool import EngineRun, Part, run_engines
 from tasks.engines.rates import parameter_count
 from tasks.engines.requests import CaptureOptions, Job, job_seed
 from tasks.extract_features import capture_options
@@ -59,17 +59,23 @@ def jobs_for(answers: int, tokens: int) -> list[Job]:
 
 
 def measure(
-    recipe: Recipe, target: TargetInfo, jobs: list[Job], capture: CaptureOptions | None, rate: float
+    recipe: Recipe, target: TargetInfo, jobs: list[Job], capture: CaptureOptions | None
 ) -> dict[str, Any]:
-    """One run; `rate` is the matrix products' FLOP per second of one core."""
+    """One run, and the matrix products' rate of one core sampled before and after it."""
     sizes: list[int] = []
 
     def on_part(part: Part) -> None:
         sizes.extend(len(sample.token_ids) for sample in part.samples)
 
-    with tempfile.TemporaryDirectory() as folder:
-        place = {"folder": Path(folder), "on_part": on_part}
-        took = run_engines(recipe, target, jobs, engine="vllm", capture=capture, **place)
+    runs: list[EngineRun] = []
+
+    def answer() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            place = {"folder": Path(folder), "on_part": on_part}
+            runs.append(run_engines(recipe, target, jobs, engine="vllm", capture=capture, **place))
+
+    rate = time_beside_gemm(answer, repeats=1, warm_up=0).gemm_rate
+    took = runs[0]
     floor = 2 * parameter_count(target) * sum(sizes) / (rate * took.engines)
     return {
         "name": "vllm, states captured" if capture else "vllm",
@@ -97,14 +103,13 @@ def main() -> None:
         options.answers, options.tokens = 32, 32
     elif options.target is None:
         parser.error("--target is needed, or --quick")
-    rate = gemm_rate()
     jobs = jobs_for(options.answers, options.tokens)
     rows = []
     for engines, captures in [(1, True)] if options.quick else [(1, False), (1, True), (2, True)]:
         recipe = recipe_for(options.target, engines, options.answers, options.tokens)
         target = prepare_target(recipe)
         capture = capture_options(recipe, target) if captures else None
-        rows.append(measure(recipe, target, jobs, capture, rate))
+        rows.append(measure(recipe, target, jobs, capture))
     print_table(COLUMNS, rows)
     write_results("answers", rows, options)
 

@@ -9,10 +9,8 @@ sampled their own text, so the two intervals are held against each other.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -20,12 +18,12 @@ import pyarrow.parquet as pq
 from eagle3core.acceptance import Rounds, ServerCounters, compare, from_counters, summarise
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
 from storage.schemas import AcceptanceRow, ResponseRow, ServingRow, from_table, read_rows, to_table
-from tasks.engines.pool import engine_count, engine_options, environment, target_files
+from tasks.engines.pool import engine_count
 from tasks.engines.rates import START_SECONDS, engine_seconds
-from tasks.engines.serve_requests import DRAFT, PLAIN, Prompt, Served, ServeSpec
+from tasks.engines.serve_pool import methods_of, near_ties, serve, serve_specs
+from tasks.engines.serve_requests import DRAFT, PLAIN, Served
 from tasks.evaluation import ROWS, without_nan
 from tasks.prepare_target import TargetInfo
-from tasks.processes import device_lock, run_worker
 from tasks.promise import Promised, promised_rounds
 from tasks.recipe import Recipe
 from tasks.report.serving import SUMMARY, ServingCheck, serving_to_dict
@@ -83,7 +81,7 @@ def estimate(
     responses: ArtifactRef,
 ) -> float:
     """Seconds: engine starts, then every prompt at every temperature with every method."""
-    methods = _methods(recipe)
+    methods = methods_of(recipe)
     prompts = min(recipe.serving.prompts, recipe.data.heldout) * len(recipe.responses.heldout_temperatures)
     tokens = prompts * (recipe.data.max_prompt_tokens / 2 + recipe.serving.max_new_tokens * SPECULATION_COST)
     engines = engine_count(recipe, target, len(methods))
@@ -101,7 +99,11 @@ def run(
 ) -> ArtifactRef:
     def work(writer: ArtifactWriter) -> Mapping[str, Any]:
         promised = choose_prompts(recipe, read_rows(ResponseRow, store.local(responses)))
-        served = _serve(recipe, target, writer, str(store.local(draft) / DRAFT_FOLDER), promised)
+        specs = serve_specs(recipe, target, str(store.local(draft) / DRAFT_FOLDER), promised)
+        with scratch(writer.folder) as place:
+            served = serve(recipe, target, specs, place)
+            if parted := parted_prompts(served):
+                served = with_gaps(served, serve(recipe, target, [near_ties(specs, parted)], place))
         rows = list(from_table(AcceptanceRow, pq.read_table(store.local(acceptance) / ROWS)))
         return _write(recipe, writer, promised, served, rows)
 
@@ -121,74 +123,6 @@ def choose_prompts(recipe: Recipe, rows: Any) -> dict[float, list[Promised]]:
     if not any(chosen.values()):
         raise ServingError("the responses hold no held-out answer of two tokens: raise data.heldout")
     return chosen
-
-
-def _methods(recipe: Recipe) -> list[str]:
-    return [DRAFT, PLAIN, *recipe.serving.baselines]
-
-
-def _serve(
-    recipe: Recipe,
-    target: TargetInfo,
-    writer: ArtifactWriter,
-    draft: str,
-    promised: Mapping[float, Sequence[Promised]],
-) -> list[Served]:
-    """Every method in an engine of its own, as many side by side as the device has room for."""
-    methods = _methods(recipe)
-    engines = engine_count(recipe, target, len(methods))
-    prompts = [
-        Prompt(each.response.conversation_id, temperature, each.prompt_token_ids)
-        for temperature, those in promised.items()
-        for each in those
-    ]
-    served: list[Served] = []
-    failed = threading.Event()
-    slots = list(range(engines))
-
-    with device_lock(), scratch(writer.folder) as folder, ThreadPoolExecutor(engines) as threads:
-
-        def work(method: str) -> None:
-            slot = slots.pop()
-            spec = ServeSpec(
-                target=target_files(target),
-                options=engine_options(recipe, "vllm", recipe.serving.max_num_seqs),
-                method=method,
-                draft=draft,
-                draft_length=recipe.evaluation.chain_length,
-                prompts=prompts,
-                max_new_tokens=recipe.serving.max_new_tokens,
-            )
-            try:
-                run_worker(
-                    "tasks.engines.serve_worker",
-                    spec.to_dict(),
-                    folder=folder / method,
-                    python=recipe.vllm.python,
-                    env=environment(recipe, engines, slot),
-                    on_event=lambda event: _hear(event, served),
-                    cancelled=failed.is_set,
-                )
-            except BaseException:
-                failed.set()
-                raise
-            slots.append(slot)
-
-        try:
-            for future in [threads.submit(work, method) for method in methods]:
-                future.result()
-        except BaseException:
-            failed.set()
-            raise
-    return served
-
-
-def _hear(event: dict[str, Any], served: list[Served]) -> None:
-    if event.pop("kind") == "served":
-        served.append(Served(**event))
-        each = served[-1]
-        words = (each.method, each.temperature, each.tokens, each.seconds)
-        logger.info("%s at T = %g: %d tokens in %.0f s", *words)
 
 
 def _write(
@@ -256,6 +190,20 @@ def diverging(served: Served, plain: Served) -> list[Divergence]:
             gaps = plain.gaps.get(name, [])
             found.append(Divergence(name, position, gaps[position] if position < len(gaps) else float("nan")))
     return found
+
+
+def parted_prompts(served: Sequence[Served]) -> set[str]:
+    """Prompts whose greedy answer some way of speculating changed."""
+    plain = next((each for each in served if (each.method, each.temperature) == (PLAIN, 0.0)), None)
+    others = [each for each in served if each.method != PLAIN and each.temperature == 0]
+    return {found.prompt_id for each in others if plain for found in diverging(each, plain)}
+
+
+def with_gaps(served: Sequence[Served], again: Sequence[Served]) -> list[Served]:
+    """The plain greedy run with the gaps that a second one found."""
+    gaps = again[0].gaps
+    plain = (PLAIN, 0.0)
+    return [replace(each, gaps=gaps) if (each.method, each.temperature) == plain else each for each in served]
 
 
 def judge(checks: Sequence[ServingCheck]) -> dict[str, bool]:

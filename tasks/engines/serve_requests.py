@@ -36,6 +36,7 @@ class ServeSpec:
     draft_length: int
     prompts: Sequence[Prompt]
     max_new_tokens: int
+    gaps: bool = False  # also say how near each greedy token was to a tie: slow, so never where speed is read
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,10 +57,9 @@ class ServeSpec:
 class Served:
     """What one engine did at one temperature.
 
-    `answers`: new tokens by prompt id. `gaps`: by prompt id, how far the second likeliest token's
-    log-probability lay below the first's at each new token; the plain engine at temperature 0 alone.
-    `drafts`, `drafted`, `accepted`: vLLM's own counters, the last one by position. `rounds`: decoding steps,
-    drafted or not, over all prompts.
+    `answers`: new tokens by prompt id. `gaps`: by prompt id, the log-probability of the likeliest token less
+    that of the second at each new token, where the spec asked for them. `drafts`, `drafted`, `accepted`:
+    vLLM's own counters, the last one by position. `rounds`: decoding steps, drafted or not, over all prompts.
     """
 
     method: str

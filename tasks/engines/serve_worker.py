@@ -42,7 +42,6 @@ def serve(llm: Any, spec: ServeSpec, temperature: float) -> Served:
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    with_gaps = spec.method == PLAIN and temperature == 0
     before = counters(llm, spec.draft_length)
     names = {}
     prompts = [prompt for prompt in spec.prompts if prompt.temperature == temperature]
@@ -53,7 +52,7 @@ def serve(llm: Any, spec: ServeSpec, temperature: float) -> Served:
             seed=job_seed(spec.options.seed, prompt.id) if temperature > 0 else None,
             stop_token_ids=list(spec.target.eos_token_ids),
             detokenize=False,
-            logprobs=2 if with_gaps else None,
+            logprobs=2 if spec.gaps else None,
         )
         names[f"{number}-{temperature:g}"] = prompt.id
         engine.add_request(
@@ -69,7 +68,7 @@ def serve(llm: Any, spec: ServeSpec, temperature: float) -> Served:
             if output.finished:
                 answer = output.outputs[0]
                 answers[names[output.request_id]] = list(answer.token_ids)
-                if with_gaps:
+                if spec.gaps:
                     gaps[names[output.request_id]] = [_gap(each) for each in answer.logprobs]
     seconds = time.monotonic() - began
     after = counters(llm, spec.draft_length)

@@ -16,6 +16,7 @@ import torch
 from storage.features import FeatureReader
 from storage.schemas import ResponseRow, ServingRow, from_table, read_rows
 from tasks import check_serving, evaluate_draft, extract_features, make_responses
+from tasks.engines import serve_pool
 from tasks.engines.huggingface import HuggingFaceEngine
 from tasks.engines.pool import engine_options, target_files
 from tasks.engines.requests import Request
@@ -97,7 +98,7 @@ def test_captured_states_are_hugging_faces_hidden_states(built):
         np.testing.assert_allclose(ours.teacher_rest[rows], theirs.teacher_rest[rows], rtol=1e-3, atol=1e-4)
 
 
-def test_a_server_accepts_what_was_promised_and_changes_no_greedy_token(built):
+def test_a_server_accepts_what_was_promised_and_changes_no_greedy_token(built, tmp_path):
     build, responses = built
     recipe, target, store = build.recipe, build.target, build.store
     features = extract_features.run(recipe, target, store, responses)
@@ -114,11 +115,18 @@ def test_a_server_accepts_what_was_promised_and_changes_no_greedy_token(built):
     for method in summary["methods"]:
         if method["temperature"] == 0:
             assert method["as_stored"] == 12
+    promised = check_serving.choose_prompts(recipe, read_rows(ResponseRow, store.local(responses)))
+    specs = serve_pool.serve_specs(recipe, target, "", promised)
+    again = serve_pool.near_ties(specs, {promised[0.0][0].response.conversation_id})
+    gaps = serve_pool.serve(recipe, target, [again], tmp_path)[0].gaps
+    assert [len(values) for values in gaps.values()] == [len(promised[0.0][0].answer_token_ids)]
+    assert all(gap >= 0 for values in gaps.values() for gap in values)
+
     rows = list(from_table(ServingRow, pq.read_table(folder / "counters.parquet")))
     assert {row.method for row in rows} == {"eagle3", "none", "ngram"}
-    promised = {row["position"]: row["ours"]["value"] for row in greedy["agreement"]}
+    ours = {row["position"]: row["ours"]["value"] for row in greedy["agreement"]}
     counted = {r.position: r.accepted / r.drafts for r in rows if r.method == "eagle3" and r.temperature == 0}
-    assert counted == pytest.approx(promised, abs=0.08)
+    assert counted == pytest.approx(ours, abs=0.08)
 
 
 def test_the_rejection_samplers_bug_is_still_there_and_still_mended():
