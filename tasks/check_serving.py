@@ -23,6 +23,7 @@ from tasks.engines.rates import START_SECONDS, engine_seconds
 from tasks.engines.serve_pool import methods_of, near_ties, serve, serve_specs
 from tasks.engines.serve_requests import DRAFT, PLAIN, Served
 from tasks.evaluation import ROWS, without_nan
+from tasks.evaluation_sets import expected_heldout
 from tasks.prepare_target import TargetInfo
 from tasks.promise import Promised, promised_rounds
 from tasks.recipe import Recipe
@@ -82,7 +83,7 @@ def estimate(
 ) -> float:
     """Seconds: engine starts, then every prompt at every temperature with every method."""
     methods = methods_of(recipe)
-    prompts = min(recipe.serving.prompts, recipe.data.heldout) * len(recipe.responses.heldout_temperatures)
+    prompts = min(recipe.serving.prompts, expected_heldout(recipe)) * len(recipe.responses.heldout_temperatures)
     tokens = prompts * (recipe.data.max_prompt_tokens / 2 + recipe.serving.max_new_tokens * SPECULATION_COST)
     engines = engine_count(recipe, target, len(methods))
     work = engine_seconds(recipe, target, engines, tokens * len(methods)) - START_SECONDS
@@ -121,7 +122,7 @@ def choose_prompts(recipe: Recipe, rows: Any) -> dict[float, list[Promised]]:
         if len(those) < recipe.serving.prompts and len(promised.answer_token_ids) > 1:
             those.append(promised)
     if not any(chosen.values()):
-        raise ServingError("the responses hold no held-out answer of two tokens: raise data.heldout")
+        raise ServingError("the responses hold no held-out answer of two tokens: raise data.heldout or name evaluation.sets")
     return chosen
 
 

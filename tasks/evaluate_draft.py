@@ -12,6 +12,7 @@ from typing import Any
 
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
 from tasks.evaluation import Evaluation, TemperatureFigures, suspicion, without_nan
+from tasks.evaluation_sets import expected_heldout
 from tasks.prepare_target import TargetInfo
 from tasks.processes import run_worker
 from tasks.recipe import Recipe
@@ -59,7 +60,7 @@ def estimate(
     recipe: Recipe, target: TargetInfo, store: ArtifactStore, draft: ArtifactRef, features: ArtifactRef
 ) -> float:
     """Seconds, from the number of held-out answers."""
-    answers = recipe.data.heldout * len(recipe.responses.heldout_temperatures)
+    answers = expected_heldout(recipe) * len(recipe.responses.heldout_temperatures)
     return START_SECONDS + answers / ANSWERS_PER_SECOND
 
 

@@ -22,6 +22,7 @@ from storage.errors import StorageError
 from tasks import prepare_conversations
 from tasks.engines.pool import cuda_devices, engine_count
 from tasks.engines.rates import engine_seconds
+from tasks.evaluation_sets import EvaluationSetError
 from tasks.extract_features import made_by_responses
 from tasks.prepare_conversations import ConversationsError
 from tasks.prepare_target import TargetInfo, prepare_target
@@ -161,7 +162,7 @@ def main(
         conversations = prepare_conversations.run(loaded, target, store)
         statistics = source_statistics(store, conversations, Template.load(target), loaded.data.max_tokens)
         print("\n".join(lines(loaded, target, statistics, _free(store))))
-    except (RecipeError, TargetError, SourceError, ConversationsError, StorageError) as error:
+    except (RecipeError, TargetError, SourceError, EvaluationSetError, ConversationsError, StorageError) as error:
         sys.exit(f"plan_build: {error}")
 
 

@@ -1,7 +1,7 @@
 """Stage: the recipe's sources as clean conversations, a seeded sample, split into train and held out.
 
-In: a recipe. Out: a `conversations` artifact: part-*.parquet (ConversationRow), quarantine.parquet (what was
-refused and why), and a summary whose counts add up to the rows read.
+In: a recipe. Out: a `conversations` artifact: part-*.parquet (ConversationRow; the evaluation sets' prompts
+last), quarantine.parquet (what was refused and why), and a summary whose counts add up to the rows read.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
 from storage.schemas import ConversationRow, Message, QuarantineRow, to_table
 from tasks.decontaminate import Overlap, find_overlaps, turns_table
+from tasks.evaluation_sets import HeldoutSets, heldout_sets, set_identity
 from tasks.intake import Intake, IntakeReport, first_prompt
 from tasks.prepare_target import TargetInfo
 from tasks.recipe import Recipe, Source
@@ -54,7 +59,7 @@ class Split:
 
 
 def plan(recipe: Recipe, target: TargetInfo) -> Plan:
-    """Raises SourceError where a source is not there: no stage starts before every source has been found."""
+    """Raises SourceError where a source or a set is not there: no stage starts before all have been found."""
     data = recipe.data
     parameters = {
         "sources": [
@@ -66,6 +71,8 @@ def plan(recipe: Recipe, target: TargetInfo) -> Plan:
         "tokenizer": target.tokenizer_fingerprint,
         "chat_template": target.template_hash,
     }
+    if recipe.evaluation.sets:
+        parameters["evaluation_sets"] = [set_identity(each) for each in recipe.evaluation.sets]
     return Plan(STAGE, parameters)
 
 
@@ -76,7 +83,9 @@ def estimate(recipe: Recipe, target: TargetInfo, store: ArtifactStore) -> float:
 
 
 def run(recipe: Recipe, target: TargetInfo, store: ArtifactStore) -> ArtifactRef:
-    """Find or make the conversations. Raises ConversationsError or SourceError, one line each."""
+    """Find or make the conversations. Raises ConversationsError, EvaluationSetError or SourceError, one line
+    each.
+    """
     return run_plan(plan(recipe, target), store, lambda writer: _make(recipe, Template.load(target), writer))
 
 
@@ -90,6 +99,9 @@ def _make(recipe: Recipe, template: Template, writer: ArtifactWriter) -> Mapping
         samples: list[Sample] = []
         reports: list[IntakeReport] = []
         doubles = Doubles()
+        sets = heldout_sets(recipe, _counter(template))
+        for each in sets.rows:
+            doubles.unique_id(each.id)  # theirs first: a data row of that name gets another
         for number, source in enumerate(recipe.data.sources):
             (folder / str(number)).mkdir()
             sample = stack.enter_context(Sample(source.limit, folder / str(number)))
@@ -99,8 +111,10 @@ def _make(recipe: Recipe, template: Template, writer: ArtifactWriter) -> Mapping
             reports.append(intake.run())
             samples.append(sample)
         _refuse_bad(recipe, reports)
-        split = _split(recipe, samples)
-        written = _write(recipe, samples, split, quarantine, writer)
+        split = _split(recipe, samples, sets)
+        quarantine += sets.refused
+        written = _write(samples, split, sets, quarantine, writer)
+    reports += sets.reports
     summary = {
         **written,
         "rows": sum(report.rows for report in reports),
@@ -153,12 +167,37 @@ def _refuse_bad(recipe: Recipe, reports: Sequence[IntakeReport]) -> None:
             )
 
 
-def _split(recipe: Recipe, samples: Sequence[Sample]) -> Split:
-    """Choose the held-out conversations by key, and find the training rows that would give one of them away.
+def _split(recipe: Recipe, samples: Sequence[Sample], sets: HeldoutSets) -> Split:
+    """Choose the held-out conversations, and find the rows that would give an evaluation prompt away.
+
+    What holds a prompt of a set goes first, so that no prompt is measured twice. Sets, held-out rows and
+    data.exclude are looked for one after the other: a prompt that all three hold is not boilerplate.
     """
+    everything = turns_table((row.id, row.messages) for row in _rows(samples))
+    overlaps: dict[str, Overlap] = {}
+
+    def leave_out(evaluation: pa.Table, beside: frozenset[str] = frozenset()) -> None:
+        passed = pa.array([*beside, *overlaps], pa.string())
+        training = everything.filter(pc.invert(pc.is_in(everything["id"], value_set=passed)))
+        overlaps.update((each.training_id, each) for each in find_overlaps(training, evaluation))
+
+    leave_out(turns_table((each.key, _users(each.turns)) for each in sets.prompts))
+    heldout = _choose_heldout(recipe, samples, overlaps)
+    held_rows = ((row.id, row.messages) for row in _rows(samples) if row.id in heldout)
+    leave_out(turns_table(held_rows, first_only=True), beside=heldout)
+    leave_out(_excluded_prompts(recipe), beside=heldout)
+    return Split(heldout, overlaps)
+
+
+def _choose_heldout(
+    recipe: Recipe, samples: Sequence[Sample], overlaps: Mapping[str, Overlap]
+) -> frozenset[str]:
+    """data.heldout ids, by key; none of a row in `overlaps`, no two of one prompt."""
     prompts: dict[str, int] = {}
     by_prompt: Counter[int] = Counter()
     for row in _rows(samples):
+        if row.id in overlaps:
+            continue
         prompts[row.id] = key_of(*(squeezed(message.content) for message in first_prompt(row.messages)[-1:]))
         by_prompt[prompts[row.id]] += 1
     wanted = recipe.data.heldout
@@ -177,16 +216,14 @@ def _split(recipe: Recipe, samples: Sequence[Sample]) -> Split:
     for name in order:
         if len(chosen) < wanted:
             chosen.setdefault(prompts[name], name)
-    heldout = frozenset(chosen.values())
-    training = turns_table((row.id, row.messages) for row in _rows(samples) if row.id not in heldout)
-    kept_out = turns_table(
-        ((row.id, row.messages) for row in _rows(samples) if row.id in heldout), first_only=True
-    )
-    overlaps = find_overlaps(training, kept_out) + find_overlaps(training, _evaluation_prompts(recipe))
-    return Split(heldout, {overlap.training_id: overlap for overlap in overlaps})
+    return frozenset(chosen.values())
 
 
-def _evaluation_prompts(recipe: Recipe) -> Any:
+def _users(turns: Iterable[str]) -> list[Message]:
+    return [Message("user", text) for text in turns]
+
+
+def _excluded_prompts(recipe: Recipe) -> pa.Table:
     def prompts() -> Iterator[tuple[str, Iterable[Message]]]:
         for uri in recipe.data.exclude:
             for row in read_source(_prompts(uri)):
@@ -196,7 +233,7 @@ def _evaluation_prompts(recipe: Recipe) -> Any:
                     continue
                 yield (
                     f"{uri}:{raw.id or row.place}",
-                    [Message("user", str(t.content)) for t in raw.turns if t.role == "user"],
+                    _users(str(turn.content) for turn in raw.turns if turn.role == "user"),
                 )
 
     return turns_table(prompts())
@@ -212,34 +249,23 @@ def _rows(samples: Iterable[Sample]) -> Iterator[ConversationRow]:
 
 
 def _write(
-    recipe: Recipe,
     samples: Sequence[Sample],
     split: Split,
+    sets: HeldoutSets,
     quarantine: list[QuarantineRow],
     writer: ArtifactWriter,
 ) -> dict[str, Any]:
     """Write the parts and the quarantine; counts by split, source and category."""
     counts: Counter[str] = Counter()
     by_source: Counter[str] = Counter()
-    waiting: list[ConversationRow] = []
+    rows = chain(_kept(samples, split, quarantine), sets.rows)
     number = 0
-    for row in _rows(samples):
-        if overlap := split.overlaps.get(row.id):
-            detail = f"holds {overlap.evaluation_id} ({overlap.share:.0%} of its n-grams)"
-            quarantine.append(QuarantineRow(row.id, row.source, "overlaps_evaluation", detail))
-            counts["overlaps_evaluation"] += 1
-            continue
-        held_out = row.id in split.heldout
-        waiting.append(
-            ConversationRow(row.id, row.source, HELD_OUT if held_out else "train", row.category, row.messages)
-        )
-        counts[waiting[-1].split] += 1
-        by_source[f"{row.source} {waiting[-1].split}"] += 1
-        if len(waiting) == PART_ROWS:
-            writer.write_table(f"part-{number:05d}.parquet", to_table(ConversationRow, waiting))
-            waiting, number = [], number + 1
-    if waiting:
-        writer.write_table(f"part-{number:05d}.parquet", to_table(ConversationRow, waiting))
+    while part := list(islice(rows, PART_ROWS)):
+        writer.write_table(f"part-{number:05d}.parquet", to_table(ConversationRow, part))
+        number += 1
+        for row in part:
+            counts[row.split] += 1
+            by_source[f"{row.source} {row.split}"] += 1
     if not counts["train"]:
         raise ConversationsError(
             "every training conversation holds a held-out or evaluation prompt: none is left"
@@ -248,10 +274,22 @@ def _write(
     return {
         "train": counts["train"],
         HELD_OUT: counts[HELD_OUT],
-        "overlaps_evaluation": counts["overlaps_evaluation"],
+        "overlaps_evaluation": len(split.overlaps),
         "quarantined": len(quarantine),
         "by_source": dict(sorted(by_source.items())),
     }
+
+
+def _kept(
+    samples: Sequence[Sample], split: Split, quarantine: list[QuarantineRow]
+) -> Iterator[ConversationRow]:
+    """The sources' rows with their split; those that hold an evaluation prompt go to the quarantine."""
+    for row in _rows(samples):
+        if overlap := split.overlaps.get(row.id):
+            detail = f"holds {overlap.evaluation_id} ({overlap.share:.0%} of its n-grams)"
+            quarantine.append(QuarantineRow(row.id, row.source, "overlaps_evaluation", detail))
+        else:
+            yield replace(row, split=HELD_OUT if row.id in split.heldout else "train")
 
 
 def _reasons(reports: Iterable[IntakeReport]) -> str:

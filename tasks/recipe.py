@@ -44,7 +44,7 @@ class Source(Section):
     """One set of prompts."""
 
     kind: Literal["sharegpt", "ultrachat", "openthoughts", "openthoughts-math", "messages", "prompts"]
-    uri: str = Field(description="Hub id, file, folder, object-store URL, or package:NAME")
+    uri: str = Field(description="Hub id (with /configuration), file, folder, object-store URL, or package:NAME")
     split: str | None = Field(None, description="Split of a hub data set, for example train_sft")
     system: Literal["keep", "drop"] = Field("keep", description="The data's own system prompts: kept, or left out")
     limit: Positive | None = Field(None, description="Conversations taken, a seeded sample; all where empty")
@@ -52,7 +52,9 @@ class Source(Section):
 
 class Data(Section):
     sources: list[Source] = Field(min_length=1)
-    heldout: Positive = Field(64, description="Conversations kept out of training for evaluation")
+    heldout: int = Field(
+        64, ge=0, description="Conversations kept out of training for evaluation; 0 where evaluation.sets do"
+    )
     max_prompt_tokens: Positive = Field(1024, description="A conversation whose first prompt is longer is refused")
     max_tokens: Positive = Field(2048, description="A sample is cut on the right to this many tokens")
     max_turns: Positive = Field(4, description="User turns answered in one conversation")
@@ -137,10 +139,45 @@ class Tree(Section):
     top_k: Positive = 10
 
 
+class EvaluationSet(Section):
+    """A set of prompts that is held out whole: never trained on, always measured."""
+
+    kind: Literal["mt-bench", "humaneval", "gsm8k", "alpaca", "cnn-dailymail", "math-500", "prompts", "starter"] = Field(
+        description="starter ships with this package; prompts is any file of prompts with categories of its own"
+    )
+    uri: str | None = Field(None, description="File, hub id (owner/name or owner/name/config), URL; none for starter")
+    name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="Its name in keys and reports; the kind where empty")
+    split: str | None = Field(None, description="Split of a hub data set; the set's usual one where empty")
+    limit: Positive | None = Field(None, description="Prompts taken, evenly over categories; all where empty")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and not value.get("name"):
+            return {**value, "name": value.get("kind", "")}
+        return value
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> EvaluationSet:
+        if self.kind == "starter" and self.uri:
+            raise ValueError("kind starter ships with the package and takes no uri; a file of your own is of kind prompts")
+        if self.kind != "starter" and not self.uri:
+            raise ValueError(f"kind {self.kind} needs a uri: a file, or a hub id; only starter ships with the package")
+        return self
+
+
 class Evaluation(Section):
+    sets: list[EvaluationSet] = Field([], description="Held out beside data.heldout, and kept out of training")
     chain_length: Positive = 5
     tree: Tree = Tree()
     bootstrap: Positive = Field(1000, description="Resamples of the prompt-clustered intervals")
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> Evaluation:
+        names = [each.name for each in self.sets]
+        if double := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several evaluation sets are named {double[0]!r}: give each its own name")
+        return self
 
 
 class Serving(Section):
@@ -210,6 +247,11 @@ class Recipe(Section):
             )
         if self.data.max_prompt_tokens >= self.data.max_tokens:
             raise ValueError("data.max_prompt_tokens must be below data.max_tokens, or no answer fits")
+        if not self.data.heldout and not self.evaluation.sets:
+            raise ValueError("data.heldout 0 leaves nothing to measure on: raise it, or name evaluation.sets")
+        kinds = {source.kind for source in self.data.sources}
+        if taken := [each.name for each in self.evaluation.sets if each.name in kinds]:
+            raise ValueError(f"evaluation set {taken[0]!r} is named as a data source is: give it another name")
         if self.responses.engine == "http" and not self.responses.servers:
             raise ValueError("responses.engine http needs responses.servers")
         return self

@@ -119,12 +119,15 @@ def _files(source: Source) -> list[_File] | None:
     if path.is_dir():
         found = [_File(str(each), True) for each in sorted(path.rglob("*")) if each.is_file()]
         return _of_split(found, source)
-    if uri.count("/") == 1 and not uri.startswith((".", "~", "/")):
-        cached = _cached_folder(uri)
+    if uri.count("/") in (1, 2) and not uri.startswith((".", "~", "/")):
+        hub_id, config = _hub_id(uri)
+        cached = _cached_folder(hub_id)
         if cached is None:
             return None
+        # On the hub a configuration's files lie in a folder of its name.
+        where = cached / config if config else cached
         return _of_split(
-            [_File(str(each), True) for each in sorted(cached.rglob("*")) if each.is_file()], source
+            [_File(str(each), True) for each in sorted(where.rglob("*")) if each.is_file()], source
         )
     raise SourceError(
         f"data source {uri!r}: no such file or folder, and neither a hub id, package:NAME nor a URL"
@@ -173,6 +176,12 @@ def _of_split(files: list[_File], source: Source) -> list[_File]:
     return chosen
 
 
+def _hub_id(uri: str) -> tuple[str, str | None]:
+    """owner/name and the configuration, if any, of owner/name[/configuration]."""
+    owner, name, *config = uri.split("/")
+    return f"{owner}/{name}", config[0] if config else None
+
+
 def _cached_folder(hub_id: str) -> Path | None:
     """The data set's snapshot in the hub's cache, or None."""
     from huggingface_hub import snapshot_download
@@ -186,8 +195,9 @@ def _cached_folder(hub_id: str) -> Path | None:
 def _stream_from_hub(source: Source) -> Iterator[RawRow]:
     import datasets
 
+    hub_id, config = _hub_id(source.uri)
     try:
-        stream = datasets.load_dataset(source.uri, split=source.split or "train", streaming=True)
+        stream = datasets.load_dataset(hub_id, config, split=source.split or "train", streaming=True)
         rows = iter(stream)
         first = next(rows, None)
     except Exception as error:
@@ -195,7 +205,7 @@ def _stream_from_hub(source: Source) -> Iterator[RawRow]:
         raise SourceError(
             f"data set {source.uri} is not on this machine and cannot be streamed "
             f"({' '.join(str(error).split())[:200]}): "
-            f"fetch it with `hf download --repo-type dataset {source.uri}`, or name a local file as uri"
+            f"fetch it with `hf download --repo-type dataset {hub_id}`, or name a local file as uri"
         ) from error
     number = 0
     while first is not None:
