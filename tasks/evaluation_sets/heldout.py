@@ -7,14 +7,14 @@ refusals, counts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from storage.schemas import ConversationRow, Message, QuarantineRow
 from tasks.evaluation_sets.read import EvaluationPrompt, load_set
 from tasks.evaluation_sets.shapes import KINDS, EvaluationSetError
-from tasks.intake import IntakeReport, first_prompt, first_turns
+from tasks.intake import IntakeReport, first_prompt
 from tasks.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def heldout_sets(recipe: Recipe, prompt_tokens: Callable[[tuple[Message, ...]], 
         report = IntakeReport(loaded.name, rows=loaded.rows, clean=loaded.rows)
         rows = []
         for prompt in loaded.prompts:
-            messages = first_turns(_messages(prompt), recipe.data.max_turns)
+            messages = _messages(prompt.turns[: recipe.data.max_turns])
             try:
                 tokens = prompt_tokens(first_prompt(messages))
             except ValueError as error:
@@ -78,9 +78,9 @@ def expected_heldout(recipe: Recipe) -> int:
     return recipe.data.heldout + sum(sizes)
 
 
-def _messages(prompt: EvaluationPrompt) -> tuple[Message, ...]:
+def _messages(asked: Sequence[str]) -> tuple[Message, ...]:
     """User turns with blank answers between them: the target writes its own."""
-    turns = [each for text in prompt.turns for each in (Message("user", text), Message("assistant", ""))]
+    turns = [each for text in asked for each in (Message("user", text), Message("assistant", ""))]
     return tuple(turns[:-1])
 
 

@@ -62,11 +62,11 @@ class Asked:
 def asked_of(kind: str, row: Any) -> Asked:
     """What a row of a set of `kind` asks. Raises ShapeError with what is missing or not text."""
     shape = KINDS[kind]
-    if isinstance(row, Mapping) and not row.get("turns") and kind not in ("prompts", "starter"):
-        if shape.field not in row:
-            has = ", ".join(map(str, list(row)[:8])) or "nothing"
-            raise ShapeError(f"neither turns nor {shape.field} in the row (it has {has})")
-        row = _own(shape, row)
+    if shape.category is not None:
+        if not isinstance(row, Mapping):
+            raise ShapeError(f"a row is an object, this is {type(row).__name__}")
+        if not row.get("turns"):
+            row = _own(shape, row)
     raw = conversation_of("prompts", row)
     turns = tuple(turn.content for turn in raw.turns if turn.role == "user")
     for turn in turns:
@@ -77,11 +77,15 @@ def asked_of(kind: str, row: Any) -> Asked:
 
 def _own(shape: SetKind, row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The set's own columns, as the shape that holds turns; Alpaca's need nothing done."""
+    if shape.field not in row:
+        has = ", ".join(map(str, list(row)[:8])) or "nothing"
+        raise ShapeError(f"neither turns nor {shape.field} in the row (it has {has})")
     value = row[shape.field]
     if shape.field == "instruction":
         return row
-    if isinstance(value, str) and value.strip():
-        value = [shape.wording.format(value.strip("\n"))]
+    if isinstance(value, str):
+        # A blank prompt must stay one: wording around nothing would pass for a question.
+        value = [shape.wording.format(value.strip("\n")) if value.strip() else ""]
     if not isinstance(value, list) or not value:
-        raise ShapeError(f"{shape.field} is {'blank' if value in ('', []) else type(value).__name__}, not text")
+        raise ShapeError(f"{shape.field} is {type(value).__name__}, not text")
     return {**row, "turns": value}
