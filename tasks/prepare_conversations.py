@@ -11,24 +11,20 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
 from storage.schemas import ConversationRow, Message, QuarantineRow, to_table
-from tasks.decontaminate import Overlap, find_overlaps, turns_table
 from tasks.evaluation_sets import HeldoutSets, heldout_sets, set_identity
-from tasks.intake import Intake, IntakeReport, first_prompt
+from tasks.heldout import ConversationsError, Split, all_rows, prompts_of, split_rows
+from tasks.intake import Intake, IntakeReport
 from tasks.prepare_target import TargetInfo
 from tasks.recipe import Recipe, Source
-from tasks.selection import Doubles, Sample, key_of, squeezed
-from tasks.sources import read_source, source_bytes, source_identity
-from tasks.sources.shapes import ShapeError, conversation_of
+from tasks.selection import Doubles, Sample
+from tasks.sources import source_bytes, source_identity
 from tasks.stage import Plan, Stage, run_plan
 from tasks.stage_task import stage_task
 from tasks.templates import Template
@@ -46,18 +42,6 @@ START_SECONDS = 3.0  # tokenizer and imports
 UNKNOWN_SECONDS = 600.0  # a data set that streams from a hub says no size
 
 
-class ConversationsError(ValueError):
-    """The sources cannot give what the recipe asks for; one line says why."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """Ids held out, and what of the training rows met them or an evaluation prompt."""
-
-    heldout: frozenset[str]
-    overlaps: Mapping[str, Overlap]
-
-
 def plan(recipe: Recipe, target: TargetInfo) -> Plan:
     """Raises SourceError where a source or a set is not there: no stage starts before all have been found."""
     data = recipe.data
@@ -66,7 +50,7 @@ def plan(recipe: Recipe, target: TargetInfo) -> Plan:
             {**source.model_dump(exclude={"uri"}), "content": source_identity(source)}
             for source in data.sources
         ],
-        "exclude": [source_identity(_prompts(uri)) for uri in data.exclude],
+        "exclude": [source_identity(prompts_of(uri)) for uri in data.exclude],
         **data.model_dump(include={"heldout", "max_prompt_tokens", "max_turns", "seed"}),
         "tokenizer": target.tokenizer_fingerprint,
         "chat_template": target.template_hash,
@@ -111,7 +95,7 @@ def _make(recipe: Recipe, template: Template, writer: ArtifactWriter) -> Mapping
             reports.append(intake.run())
             samples.append(sample)
         _refuse_bad(recipe, reports)
-        split = _split(recipe, samples, sets)
+        split = split_rows(recipe, samples, sets)
         quarantine += sets.refused
         written = _write(samples, split, sets, quarantine, writer)
     reports += sets.reports
@@ -167,87 +151,6 @@ def _refuse_bad(recipe: Recipe, reports: Sequence[IntakeReport]) -> None:
             )
 
 
-def _split(recipe: Recipe, samples: Sequence[Sample], sets: HeldoutSets) -> Split:
-    """Choose the held-out conversations, and find the rows that would give an evaluation prompt away.
-
-    What holds a prompt of a set goes first, so that no prompt is measured twice. Sets, held-out rows and
-    data.exclude are looked for one after the other: a prompt that all three hold is not boilerplate.
-    """
-    everything = turns_table((row.id, row.messages) for row in _rows(samples))
-    overlaps: dict[str, Overlap] = {}
-
-    def leave_out(evaluation: pa.Table, beside: frozenset[str] = frozenset()) -> None:
-        passed = pa.array([*beside, *overlaps], pa.string())
-        training = everything.filter(pc.invert(pc.is_in(everything["id"], value_set=passed)))
-        overlaps.update((each.training_id, each) for each in find_overlaps(training, evaluation))
-
-    leave_out(turns_table((each.key, _users(each.turns)) for each in sets.prompts))
-    heldout = _choose_heldout(recipe, samples, overlaps)
-    held_rows = ((row.id, row.messages) for row in _rows(samples) if row.id in heldout)
-    leave_out(turns_table(held_rows, first_only=True), beside=heldout)
-    leave_out(_excluded_prompts(recipe), beside=heldout)
-    return Split(heldout, overlaps)
-
-
-def _choose_heldout(
-    recipe: Recipe, samples: Sequence[Sample], overlaps: Mapping[str, Overlap]
-) -> frozenset[str]:
-    """data.heldout ids, by key; none of a row in `overlaps`, no two of one prompt."""
-    prompts: dict[str, int] = {}
-    by_prompt: Counter[int] = Counter()
-    for row in _rows(samples):
-        if row.id in overlaps:
-            continue
-        prompts[row.id] = key_of(*(squeezed(message.content) for message in first_prompt(row.messages)[-1:]))
-        by_prompt[prompts[row.id]] += 1
-    wanted = recipe.data.heldout
-    if len(by_prompt) <= wanted:
-        raise ConversationsError(
-            f"{len(prompts)} conversations with {len(by_prompt)} different first prompts cannot give "
-            f"{wanted} held out "
-            "and some to train on: lower data.heldout, or raise the sources' limit"
-        )
-    # A prompt that stands once costs no training row; of the others only one conversation each may be held
-    # out.
-    order = sorted(
-        prompts, key=lambda name: (by_prompt[prompts[name]], key_of("heldout", str(recipe.data.seed), name))
-    )
-    chosen: dict[int, str] = {}
-    for name in order:
-        if len(chosen) < wanted:
-            chosen.setdefault(prompts[name], name)
-    return frozenset(chosen.values())
-
-
-def _users(turns: Iterable[str]) -> list[Message]:
-    return [Message("user", text) for text in turns]
-
-
-def _excluded_prompts(recipe: Recipe) -> pa.Table:
-    def prompts() -> Iterator[tuple[str, Iterable[Message]]]:
-        for uri in recipe.data.exclude:
-            for row in read_source(_prompts(uri)):
-                try:
-                    raw = conversation_of("prompts", row.value)
-                except ShapeError:
-                    continue
-                yield (
-                    f"{uri}:{raw.id or row.place}",
-                    _users(str(turn.content) for turn in raw.turns if turn.role == "user"),
-                )
-
-    return turns_table(prompts())
-
-
-def _prompts(uri: str) -> Source:
-    return Source(kind="prompts", uri=uri)
-
-
-def _rows(samples: Iterable[Sample]) -> Iterator[ConversationRow]:
-    for sample in samples:
-        yield from sample.rows()
-
-
 def _write(
     samples: Sequence[Sample],
     split: Split,
@@ -284,7 +187,7 @@ def _kept(
     samples: Sequence[Sample], split: Split, quarantine: list[QuarantineRow]
 ) -> Iterator[ConversationRow]:
     """The sources' rows with their split; those that hold an evaluation prompt go to the quarantine."""
-    for row in _rows(samples):
+    for row in all_rows(samples):
         if overlap := split.overlaps.get(row.id):
             detail = f"holds {overlap.evaluation_id} ({overlap.share:.0%} of its n-grams)"
             quarantine.append(QuarantineRow(row.id, row.source, "overlaps_evaluation", detail))

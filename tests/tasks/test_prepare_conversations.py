@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from hypothesis import strategies as st
 from storage.artifacts import ArtifactRef, ArtifactStore
 from storage.schemas import ConversationRow, Message, QuarantineRow, from_table, read_rows, to_table
 from tasks import prepare_conversations as stage
+from tasks.evaluation_sets import EvaluationSetError
 from tasks.intake import Intake
 from tasks.prepare_conversations import ConversationsError
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import Data, Recipe, Source, build_recipe
 from tasks.selection import Doubles, Sample, squeezed
 from tasks.sources import SourceError
+from tasks.statistics import source_statistics
+from tasks.templates import Template
 from tests.tiny_target import make_tiny_target
 
 WORDS = ["sun", "moon", "star", "tree", "river", "stone", "cloud", "bird", "road", "house", "glass", "lamp"]
@@ -247,6 +251,117 @@ def test_data_that_cannot_do_is_one_line_and_leaves_nothing(tmp_path, tiny, targ
 def test_a_source_that_is_not_there_is_said_before_anything_starts(tmp_path, tiny, target):
     with pytest.raises(SourceError, match="no such file"):
         stage.plan(recipe_for(tiny, tmp_path, tmp_path / "none.json"), target)
+
+
+def sets_of(tmp_path: Path, *rows: dict[str, Any], **more: Any) -> dict[str, Any]:
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return {"evaluation.sets": [{"kind": "mt-bench", "uri": str(path), **more}]}
+
+
+def two_turns(i: int, first: str) -> dict[str, Any]:
+    return {"question_id": i, "category": "writing", "turns": [first, f"and now number {i} once more"]}
+
+
+def test_evaluation_sets_are_held_out_beside_the_sampled_conversations(tmp_path, tiny, target):
+    sets = sets_of(tmp_path, *[two_turns(i, question(500 + i)) for i in range(6)], limit=4)
+    data = write(tmp_path / "a.json", [row(i) for i in range(30)] + [row(40, id="mt-bench/1")])
+    store, ref, kept, _ = build(recipe_for(tiny, tmp_path, data, **sets), target)
+    held = [each for each in kept if each.split == "heldout"]
+    assert Counter(each.source for each in held) == {"sharegpt": 5, "mt-bench": 4}
+    asked = [each for each in held if each.source == "mt-bench"]
+    assert {each.category for each in asked} == {"dialogue"} and kept[-4:] == asked
+    assert all(each.id.startswith("mt-bench/") for each in asked)
+    assert {tuple(m.role for m in each.messages) for each in asked} == {("user", "assistant", "user")}
+    assert len({each.id for each in kept}) == len(kept)  # the data's own "mt-bench/1" gives way
+    summary = store.manifest(ref).summary
+    assert (summary["heldout"], summary["by_source"]["mt-bench heldout"], summary["rows"]) == (9, 4, 37)
+    statistics = source_statistics(store, ref, Template.load(target), 400)
+    assert [(each.source, each.rows, each.train, each.heldout) for each in statistics] == [
+        ("sharegpt", 31, 26, 5),
+        ("mt-bench", 6, 0, 4),
+    ]
+
+
+def test_with_sets_nothing_needs_to_be_sampled(tmp_path, tiny, target):
+    sets = sets_of(tmp_path, two_turns(1, question(501)))
+    data = write(tmp_path / "a.json", [row(i) for i in range(6)])
+    recipe = recipe_for(tiny, tmp_path, data, **sets, **{"data.heldout": 0, "data.max_turns": 1})
+    _, _, kept, _ = build(recipe, target)
+    (held,) = [each for each in kept if each.split == "heldout"]
+    assert (held.id, [m.content for m in held.messages], len(kept)) == ("mt-bench/1", [question(501)], 7)
+
+
+def test_a_planted_copy_of_an_evaluation_prompt_is_neither_trained_on_nor_measured_twice(tmp_path, tiny, target):
+    """Copies of first and second turns, dressed up, at every seed's choice of what is held out."""
+    long = " ".join(random.Random(9).choices(WORDS, k=24))
+    sets = sets_of(tmp_path, two_turns(1, long), two_turns(2, question(502)))
+    rows = [row(i) for i in range(12)]
+    rows += [
+        row(100, f"Please help me: {long.upper()}!"),
+        row(101, question(502).title() + "?"),
+        row(102, "And now, number 2 once more."),
+    ]
+    data = write(tmp_path / "a.json", rows)
+    for seed in range(3):
+        recipe = recipe_for(tiny, tmp_path / str(seed), data, **sets, **{"data.seed": seed, "data.max_prompt_tokens": 390})
+        store, ref, kept, quarantine = build(recipe, target)
+        assert not {each.id for each in kept} & {"r100", "r101", "r102"}
+        assert {each.id: each.reason for each in quarantine} == {
+            name: "overlaps_evaluation" for name in ("r100", "r101", "r102")
+        }
+        listed = {each["training_id"]: each for each in store.manifest(ref).summary["excluded"]}
+        assert (listed["r100"]["evaluation_id"], listed["r100"]["exact"]) == ("mt-bench/1", False)
+        assert (listed["r101"]["evaluation_id"], listed["r101"]["exact"]) == ("mt-bench/2", True)
+        assert store.manifest(ref).summary["overlaps_evaluation"] == 3
+
+
+def test_a_prompt_of_a_set_that_is_excluded_too_is_found_all_the_same(tmp_path, tiny, target):
+    """Three lists that hold one prompt do not make boilerplate of it."""
+    long = " ".join(random.Random(9).choices(WORDS, k=24))
+    sets = sets_of(tmp_path, two_turns(1, long))
+    copies = []
+    for name in ("x", "y"):
+        copies.append(tmp_path / f"{name}.jsonl")
+        copies[-1].write_text(json.dumps({"prompt": long}) + "\n")
+    data = write(tmp_path / "a.json", [row(i) for i in range(12)] + [row(100, f"so {long}")])
+    more = {"data.exclude": [str(path) for path in copies], "data.max_prompt_tokens": 390}
+    recipe = recipe_for(tiny, tmp_path, data, **sets, **more)
+    assert "r100" not in {each.id for each in build(recipe, target)[2]}
+
+
+def test_the_fingerprint_covers_the_sets_and_without_sets_is_what_it_was(tmp_path, tiny, target):
+    data = write(tmp_path / "a.json", [row(i) for i in range(12)])
+    bare = stage.plan(recipe_for(tiny, tmp_path, data), target)
+    assert "evaluation_sets" not in bare.parameters
+    seen = {bare.fingerprint}
+    for rows, limit in [([1], None), ([1, 2], None), ([1, 2], 1)]:
+        sets = sets_of(tmp_path, *[two_turns(i, question(500 + i)) for i in rows], limit=limit)
+        seen.add(stage.plan(recipe_for(tiny, tmp_path, data, **sets), target).fingerprint)
+    assert len(seen) == 4
+    with pytest.raises(SourceError, match="no such file"):
+        sets = {"evaluation.sets": [{"kind": "gsm8k", "uri": str(tmp_path / "none.jsonl")}]}
+        stage.plan(recipe_for(tiny, tmp_path, data, **sets), target)
+
+
+def test_a_set_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path, tiny, target):
+    data = write(tmp_path / "a.json", [row(i) for i in range(12)])
+    sets = sets_of(tmp_path, two_turns(1, "word " * 400))
+    recipe = recipe_for(tiny, tmp_path, data, **sets)
+    store = ArtifactStore(recipe.store.uri)
+    with pytest.raises(EvaluationSetError, match=r"none of its prompts fits \(prompt_too_long 1\)") as caught:
+        stage.run(recipe, target, store)
+    assert "\n" not in str(caught.value) and store.list("conversations") == []
+
+
+def test_the_starter_set_fits_a_small_target(tmp_path, tiny, target):
+    data = write(tmp_path / "a.json", [row(i) for i in range(12)])
+    recipe = recipe_for(
+        tiny, tmp_path, data, **{"evaluation.sets": [{"kind": "starter", "limit": 12}], "data.max_prompt_tokens": 390}
+    )
+    _, _, kept, _ = build(recipe, target)
+    counts = Counter(each.category for each in kept if each.source == "starter")
+    assert len(counts) == 6 and set(counts.values()) == {2}
 
 
 ANYTHING = st.recursive(
