@@ -36,7 +36,7 @@ from tasks.train_draft import DRAFT_FOLDER
 
 logger = logging.getLogger(__name__)
 
-STAGE = Stage(name="check-serving", kind="serving", version=1)
+STAGE = Stage(name="check-serving", kind="serving", version=2)
 
 COUNTERS = "counters.parquet"
 # A CPU is bound by arithmetic: verifying five drafts costs it five tokens, of which one or two are kept.

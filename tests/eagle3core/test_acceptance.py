@@ -151,3 +151,15 @@ def test_compare_tells_agreement_from_disagreement():
     assert near.inside and near.explained and not far.inside and not far.explained
     with pytest.raises(ValueError, match="draft lengths differ"):
         compare(ours, from_counters(ServerCounters(1, 2, (1, 1))))
+
+
+def test_five_positions_asked_at_once_allow_a_wider_difference_each():
+    one = compare(
+        from_counters(ServerCounters(1000, 1000, (500,))), from_counters(ServerCounters(1000, 1000, (550,)))
+    )
+    five = compare(
+        from_counters(ServerCounters(1000, 5000, (500, 100, 50, 20, 10))),
+        from_counters(ServerCounters(1000, 5000, (550, 100, 50, 20, 10))),
+    )
+    assert not one[0].explained and five[0].explained
+    assert [agreement.inside for agreement in five] == [False, True, True, True, True]
