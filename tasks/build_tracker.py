@@ -157,13 +157,16 @@ class BuildTracker:
 
     def _register(self, run: str, published: ArtifactRef, figures: Iterable[Figure]) -> None:
         drafter = self.recipe.draft.drafter
+        score = next((figure.value for figure in figures if figure.name == SCORE), None)
+        if self.store.manifest(published).summary.get("suspicious"):
+            score = None  # figures that may be wrong are not the best of any
         self._mlflow.register(
             run,
             f"{self.recipe.name}-{drafter}",
             self.store.local(published),
             kind=drafter,
             tags={ARTIFACT_TAG: _key(published), "draftline.target": self.target.fingerprint},
-            score=next((figure.value for figure in figures if figure.name == SCORE), None),
+            score=score,
         )
 
 

@@ -32,14 +32,15 @@ TARGET = TargetInfo(
 
 
 class FakeStage:
-    """`work` may be replaced; `calls` counts how often it ran. Training writes metrics, evaluation its
-    summary.
+    """`work` may be replaced, `summary` added to; `calls` counts how often it ran. Training writes metrics,
+    evaluation its summary.
     """
 
     def __init__(self, name: str, kind: str, seconds: float = 0.0) -> None:
         self.stage = Stage(name=name, kind=kind, version=1)
         self.calls = 0
         self.seconds = seconds
+        self.summary: dict[str, object] = {"samples": 7}
         self.work: Callable[[ArtifactWriter], None] = self._write
 
     def plan(self, recipe: Recipe, target: TargetInfo, *inputs: ArtifactRef) -> Plan:
@@ -53,10 +54,10 @@ class FakeStage:
     def run(
         self, recipe: Recipe, target: TargetInfo, store: ArtifactStore, *inputs: ArtifactRef
     ) -> ArtifactRef:
-        def work(writer: ArtifactWriter) -> dict[str, int]:
+        def work(writer: ArtifactWriter) -> dict[str, object]:
             self.calls += 1
             self.work(writer)
-            return {"samples": 7}
+            return self.summary
 
         return run_plan(self.plan(recipe, target, *inputs), store, work)
 

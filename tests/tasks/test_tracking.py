@@ -198,18 +198,20 @@ def test_a_dead_server_is_said_once_and_a_later_build_logs_what_was_missed(
     assert "tau_walk_t0" in found["a build"].data.metrics
 
 
-def test_the_alias_best_moves_only_where_tau_rose(recipe: Recipe):
+def test_the_alias_best_moves_only_where_tau_rose_and_nothing_is_suspicious(recipe: Recipe):
     client = MlflowClient(recipe.tracking.uri)
     best = []
-    for lr, hit in ((1e-4, 0.4), (2e-4, 0.6), (3e-4, 0.5)):
+    for lr, hit, doubt in ((1e-4, 0.4, None), (2e-4, 0.6, None), (3e-4, 0.5, None), (4e-4, 0.9, "too good")):
         changed = recipe.model_copy(update={"training": recipe.training.model_copy(update={"lr": lr})})
         evaluate = FakeStage("evaluate", "acceptance")
         text = json.dumps(make_evaluation(hit).to_dict())
         evaluate.work = lambda writer, text=text: writer.write_text(SUMMARY, text)
-        follow(changed, evaluate, FakeStage("publish", "published"))
+        publish = FakeStage("publish", "published")
+        publish.summary["suspicious"] = doubt
+        follow(changed, evaluate, publish)
         best.append(client.get_model_version_by_alias("smollm2-135m-eagle3", "best").version)
-    assert [int(version) for version in best] == [1, 2, 2]
-    assert len(client.search_model_versions("name = 'smollm2-135m-eagle3'")) == 3
+    assert [int(version) for version in best] == [1, 2, 2, 2]
+    assert len(client.search_model_versions("name = 'smollm2-135m-eagle3'")) == 4
 
 
 def test_the_report_is_an_artifact_of_the_build(recipe: Recipe):
