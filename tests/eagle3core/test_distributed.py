@@ -20,6 +20,7 @@ SAME = {"anchor_share": 1.0, "epochs": 1}
 
 def run_ranks(folder: Path, count: int = 2, **changes) -> None:
     meeting = folder.parent / f"{folder.name}.meeting"
+    meeting.unlink(missing_ok=True)  # an earlier run's ranks wrote their addresses into it
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
