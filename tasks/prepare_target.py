@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -223,5 +224,16 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     clean.load_state_dict(loaded.state_dict(), assign=True)
     clean.tie_weights()
     clean.generation_config = loaded.generation_config
+    _require_room(folder, sum(weight.nbytes for weight in clean.parameters()))
     clean.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def _require_room(folder: Path, size: int) -> None:
+    """The writer below reports a full disk in words of its own."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise TargetError(
+            f"the converted target takes {size / 1e9:.1f} GB and {folder.parent} has {free / 1e9:.1f} GB free: "
+            "free some space, or point store.uri somewhere else"
+        )

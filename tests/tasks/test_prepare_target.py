@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tasks.packages import PackageError, package_file
-from tasks.prepare_target import TargetInfo, prepare_target
+from tasks.prepare_target import TargetInfo, _require_room, prepare_target
 from tasks.recipe import Recipe, build_recipe, load_recipe
 from tasks.target_checks import TargetError
 from tests.tiny_target import make_tiny_target
@@ -197,3 +197,11 @@ def test_the_embedded_target_becomes_a_clean_folder_once(tmp_path: Path, shared_
         assert (
             template.prompt([{"role": "user", "content": row["prompt"]}]).token_ids == row["prompt_token_ids"]
         )
+
+
+def test_a_disk_without_room_for_the_converted_target_is_said_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 0))
+    with pytest.raises(TargetError, match=r"takes 0\.5 GB and .* has 0\.0 GB free"):
+        _require_room(tmp_path, 540_000_000)
