@@ -53,6 +53,6 @@ def test_a_handful_of_prompts_give_a_draft_that_vllm_serves_as_promised(prefect_
     evaluation = Evaluation.read(store.local(store.list("acceptance")[0]))
     # Twenty steps on a few hundred tokens: more than nothing, and far from what only a leak could give.
     assert 1.0 < evaluation.at(0.0).walk.tau_micro.value < 3.0
-    checks = {check.temperature: check for check in read_serving(store.local(store.list("serving")[0]))}
+    checks = {check.temperature: check for check in read_serving(store.local(store.list("serving")[0])).checks}
     greedy = checks[0.0]
     assert greedy.identical == greedy.prompts == 8

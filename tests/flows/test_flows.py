@@ -5,11 +5,13 @@ like.
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
@@ -37,8 +39,20 @@ def run(
     result = state.result()
     run_id = state.state_details.flow_run_id
     with get_client(sync_client=True) as client:
+        return result, client.read_flow_run(run_id), settled_tasks(client, run_id)
+
+
+def settled_tasks(client: SyncPrefectClient, run_id: UUID) -> list[TaskRun]:
+    """The server learns of task runs from events, some of them after the flow's end: read until nothing is new."""
+    before: list[tuple[UUID, str]] | None = None
+    for _ in range(60):
         tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])))
-        return result, client.read_flow_run(run_id), sorted(tasks, key=lambda task: task.start_time)
+        now = sorted((task.id, task.state.name) for task in tasks)
+        if tasks and now == before and all(task.state.is_final() and task.start_time for task in tasks):
+            return sorted(tasks, key=lambda task: task.start_time)
+        before = now
+        time.sleep(1)
+    raise AssertionError(f"the task runs of {run_id} did not settle: {before}")
 
 
 def calls(stages: Stages) -> dict[str, int]:
