@@ -110,9 +110,9 @@ def test_an_artifact_that_prefect_knows_nothing_of_is_taken_from_the_store(stage
 
 def test_an_override_makes_another_draft_and_names_the_run(stages: Stages, recipe: Recipe):
     first, _, _ = run(build_draft, recipe)
-    second, flow_run, _ = run(build_draft, recipe, {"training.lr": 1e-3})
+    second, flow_run, _ = run(build_draft, recipe, {"training.lr": 2e-3})
     assert second != first
-    assert flow_run.name == "smollm2-135m training.lr=0.001"
+    assert flow_run.name == "smollm2-135m training.lr=0.002"
 
 
 def test_a_wrong_override_stops_before_any_stage(stages: Stages, recipe: Recipe):
