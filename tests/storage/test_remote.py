@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import fsspec
 import pytest
@@ -31,8 +32,11 @@ def uri(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
-    yield "s3://bucket/store"
+    # The process keeps one set of buckets whatever server asks: a name of its own for every test.
+    bucket = f"bucket-{uuid4().hex}"
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # an earlier test's client asks an earlier server
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+    yield f"s3://{bucket}/store"
     server.stop()
 
 
