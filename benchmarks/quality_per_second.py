@@ -117,10 +117,10 @@ def train(data: Data, arm: Mapping[str, Any], minutes: float, seed: int) -> dict
     """One arm, `minutes` of CPU time of training steps; returns its held-out figures."""
     ramp = arm.get("ramp", ())
     values = {**BASE, **{key: value for key, value in arm.items() if key != "ramp"}, "seed": seed}
-    draft, events = data.draft(seed), []
+    draft = data.draft(seed)
     with tempfile.TemporaryDirectory() as folder:
-        config = TrainingConfig.from_mapping({**values, "ttt_ramp": [(0, ramp[0][1])] if ramp else []})
-        trainer = Trainer(draft, config, data.train, [], Path(folder), on_event=events.append, draft_length=CHAIN)
+        config = TrainingConfig.from_mapping(values)
+        trainer = Trainer(draft, config, data.train, [], Path(folder), draft_length=CHAIN)
         spent, step = train_for(trainer, ramp, 60 * minutes)
     walk = summarise(heldout_rounds(draft, data.heldout), resamples=1000)
     tau, first = walk.tau_micro, walk.survival[0]

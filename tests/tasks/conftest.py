@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -26,19 +25,7 @@ class SmallBuild:
 
 
 @pytest.fixture(scope="session")
-def own_device(tmp_path_factory: pytest.TempPathFactory):
-    """A device lock of this test session's own: the machine's may be held by a build for minutes."""
-    before = os.environ.get("XDG_RUNTIME_DIR")
-    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))
-    yield
-    if before is None:
-        del os.environ["XDG_RUNTIME_DIR"]
-    else:
-        os.environ["XDG_RUNTIME_DIR"] = before
-
-
-@pytest.fixture(scope="session")
-def small_build(own_device, tmp_path_factory: pytest.TempPathFactory) -> SmallBuild:
+def small_build(tmp_path_factory: pytest.TempPathFactory) -> SmallBuild:
     # Here, so that tests which need no draft do not wait for torch.
     from tasks.build_vocabulary import run as build_vocabulary
     from tasks.evaluate_draft import run as evaluate_draft

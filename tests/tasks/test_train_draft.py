@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def made(own_device, tmp_path_factory: pytest.TempPathFactory):
+def made(tmp_path_factory: pytest.TempPathFactory):
     """Target, responses, features and vocabulary; and a draft trained without interruption."""
     folder = tmp_path_factory.mktemp("made")
     recipe = make_recipe(folder)
