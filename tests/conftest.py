@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,14 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real test data is not there: {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[None]:
+    """A server with a database of its own, one for the whole run: the client's event worker lives as long as its
+    process and keeps the address of the first server that it meets.
+    """
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=180):
+        yield

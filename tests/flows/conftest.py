@@ -1,8 +1,7 @@
-"""One Prefect server for all flow tests, and stages that take no time."""
+"""Stages that take no time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,6 @@ STAGES = {
     "check_serving": "serving",
     "publish_draft": "published",
 }
-
-
-@pytest.fixture(scope="session")
-def prefect_server() -> Iterator[None]:
-    """A server with a database of its own; half a minute on a busy machine, so once."""
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=180):
-        yield
 
 
 @pytest.fixture
