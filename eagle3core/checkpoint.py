@@ -120,6 +120,12 @@ def load_checkpoint(
     return Progress(**state["progress"])
 
 
+def read_progress(folder: Path) -> Progress | None:
+    """Where the newest checkpoint stands, without its tensors; None where there is none."""
+    found = sorted(folder.glob("step-*"))
+    return Progress(**json.loads((found[-1] / "state.json").read_text())["progress"]) if found else None
+
+
 def _trained(draft: Eagle3Draft) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in draft.named_parameters() if parameter.requires_grad]
 

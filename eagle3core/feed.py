@@ -97,6 +97,12 @@ class Feed:
         """Optimizer steps in all epochs."""
         return -(-len(self._bins) // (self._config.accumulate * self._ranks))
 
+    def documents_of(self, number: int) -> list[int]:
+        """Numbers of the documents that optimizer step `number` reads, on every rank, in their order."""
+        width = self._config.accumulate * self._ranks
+        places = range(number * width, (number + 1) * width)
+        return [i for place in places for i in self._bins[place % len(self._bins)]]
+
     def step(self, number: int, ttt_steps: int | None = None) -> StepBatches:
         """Read and pack this rank's batches of optimizer step `number`."""
         config = self._config

@@ -109,14 +109,18 @@ class Trainer:
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
 
-    def run(self) -> TrainingResult:
-        """Raises CheckpointError where `folder` holds another run's checkpoint."""
+    def run(self, until: int | None = None) -> TrainingResult:
+        """To the end, or to optimizer step `until`, where a checkpoint is left that the next run goes on from.
+
+        Raises CheckpointError where `folder` holds another run's checkpoint.
+        """
         progress = load_checkpoint(self._checkpoints, self.draft, self.optimizer, self._binding)
         if progress is None:
             progress = Progress(step=0, total_steps=self._total_steps())
         self._cut_metrics(progress.step)
+        stop = min(progress.total_steps, until or progress.total_steps)
         waited = time.perf_counter()
-        for batches in self.feed.stream(progress.step, progress.total_steps):
+        for batches in self.feed.stream(progress.step, stop):
             waited = time.perf_counter() - waited
             metrics = self.train_step(batches, progress.step, progress.total_steps)
             progress = replace(progress, step=progress.step + 1)
@@ -124,10 +128,11 @@ class Trainer:
             last = progress.step == progress.total_steps
             if progress.step % self.config.evaluate_every == 0 or last:
                 progress = self._evaluate(progress)
-            if progress.step % self.config.checkpoint_every == 0 or last:
+            if progress.step % self.config.checkpoint_every == 0 or progress.step == stop:
                 self._checkpoint(progress)
             waited = time.perf_counter()
-        self._emit("end", progress, {"best_step": progress.best_step, "best_tau": progress.best_tau})
+        if progress.step == progress.total_steps:
+            self._emit("end", progress, {"best_step": progress.best_step, "best_tau": progress.best_tau})
         return TrainingResult(progress.step, progress.best_step, progress.best_tau, self._best)
 
     def train_step(self, batches: StepBatches, step: int, total: int) -> dict[str, Any]:

@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from training_toys import CONFIG, Memory, documents, make_trainer, weights
 from ttt_oracle import make_draft
 
-from eagle3core.checkpoint import CheckpointError
+from eagle3core.batch import Document
+from eagle3core.checkpoint import CheckpointError, read_progress
 from eagle3core.export import load_draft, save_draft
 from eagle3core.feed import Feed, fill_bins
 from eagle3core.optimizer import clip_gradients, learning_rate
@@ -80,6 +81,19 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
         for path in (tmp_path / "whole/best/model.safetensors", folder / "best/model.safetensors")
     ]
     assert best[0] == best[1]
+
+
+def test_a_run_in_legs_is_the_whole_run_to_the_bit(tmp_path: Path) -> None:
+    """Stopped at steps that are no checkpoint's own, and gone on from there by a new trainer each time."""
+    expected = whole_run(tmp_path / "whole")
+    total = max(line["step"] for line in metrics(tmp_path / "whole"))
+    for until in (2, 5, total):
+        result = make_trainer(tmp_path / "legs").run(until)
+        progress = read_progress(tmp_path / "legs/checkpoint")
+        assert (result.steps, progress.step, progress.total_steps) == (until, until, total)
+    assert_equal(whole_run(tmp_path / "legs"), expected)
+    learnt = lambda folder: [line for line in metrics(folder) if line["kind"] in {"step", "evaluation"}]
+    assert learnt(tmp_path / "legs") == learnt(tmp_path / "whole")
 
 
 def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -151,6 +165,21 @@ def test_order_depends_on_the_seed_alone() -> None:
     assert tokens(1, 2).tolist() != tokens(2, 2).tolist()
     streamed = [step.batches[0].tokens for step in feed(1).stream(1, 4)]
     assert all(torch.equal(left, tokens(1, step)) for step, left in zip(range(1, 4), streamed, strict=True))
+
+
+def test_a_step_says_which_documents_it_reads() -> None:
+    class Watched(Memory):
+        def __getitem__(self, i: int) -> Document:
+            read.append(i)
+            return super().__getitem__(i)
+
+    source, table = Watched(documents(24)), draft_id_table(torch.ones(23, dtype=torch.bool))
+    feeds = [Feed(source, TrainingConfig.from_mapping(CONFIG), table, rank=rank, ranks=2) for rank in range(2)]
+    for step in range(feeds[0].steps):
+        read: list[int] = []
+        for feed in feeds:
+            feed.step(step)
+        assert feeds[0].documents_of(step) == feeds[1].documents_of(step) == read
 
 
 def test_ranks_share_the_bins_of_a_step() -> None:
