@@ -17,7 +17,7 @@ from eagle3core.rotary import cos_sin, inverse_frequencies, rotate
 
 
 class Eagle3Draft(nn.Module):
-    """`embed_tokens` is a frozen copy of the target's; everything else is trained.
+    """`embed_tokens` is the target's, frozen (`share_embedding`); everything else is trained.
 
     Buffers `d2t` int64[D] (offsets: target id = draft id + d2t[draft id]) and `t2d` bool[V] hold the vocabulary
     map. Where D = V the map is the identity and is left out on export.
@@ -57,10 +57,19 @@ class Eagle3Draft(nn.Module):
         self.t2d.zero_()
         self.t2d[target_ids] = True
 
+    def share_embedding(self, embedding: Tensor) -> None:
+        """Take the target's embedding [V, H] itself, no copy: mapped from a file it costs the rows that are read."""
+        if embedding.shape != self.embed_tokens.weight.shape:
+            raise ValueError(
+                f"an embedding {tuple(embedding.shape)} for a draft that wants {tuple(self.embed_tokens.weight.shape)}"
+            )
+        self.embed_tokens.weight = nn.Parameter(embedding.detach(), requires_grad=False)
+
     @torch.no_grad()
     def start_from_target(self, embedding: Tensor, head: Tensor, norm: Tensor) -> None:
-        """Copy the target's embedding [V, H], the draft vocabulary's rows of its head [V, H], and its final norm [H]."""
-        self.embed_tokens.weight.copy_(embedding)
+        """Share the target's embedding [V, H]; copy the draft vocabulary's rows of its head [V, H] and its final norm [H].
+        """
+        self.share_embedding(embedding)
         self.lm_head.weight.copy_(head[self.target_ids])
         self.norm.weight.copy_(norm)
 

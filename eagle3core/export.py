@@ -45,13 +45,12 @@ def load_draft(folder: Path, embedding: Tensor) -> Eagle3Draft:
     config = DraftConfig.from_dict(json.loads((folder / "config.json").read_text()))
     draft = Eagle3Draft(config)
     tensors = load_file(folder / "model.safetensors")
-    tensors["embed_tokens.weight"] = embedding
+    draft.share_embedding(embedding)
     if config.draft_vocab_size == config.vocab_size:
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
         tensors["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
-    missing, unknown = draft.load_state_dict(tensors, strict=False)
+    absent, unknown = draft.load_state_dict(tensors, strict=False)
+    missing = sorted(set(absent) - {"embed_tokens.weight"})
     if missing or unknown:
-        raise ValueError(
-            f"{folder / 'model.safetensors'}: missing {sorted(missing)}, not known {sorted(unknown)}"
-        )
+        raise ValueError(f"{folder / 'model.safetensors'}: missing {missing}, not known {sorted(unknown)}")
     return draft

@@ -128,8 +128,7 @@ def build_draft(
     if spec.draft["start_from_target"]:
         draft.start_from_target(weights.embedding, weights.head, weights.norm)
     else:
-        with torch.no_grad():
-            draft.embed_tokens.weight.copy_(weights.embedding)
+        draft.share_embedding(weights.embedding)
     return draft
 
 
