@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from eagle3core.drafters import DRAFTERS
+
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -96,10 +98,17 @@ class Vocabulary(Section):
 class Draft(Section):
     """The draft's architecture."""
 
-    drafter: Literal["eagle3"] = "eagle3"
+    drafter: Literal[*DRAFTERS] = "eagle3"
+    options: dict[str, Any] = Field({}, description="The drafter's own settings (eagle3core/drafters); its defaults where empty")
     fc_norm: bool = Field(False, description="EAGLE-3.1: an RMSNorm per captured state before fc")
     norm_output: bool = Field(False, description="EAGLE-3.1: the post-norm output is fed back")
     start_from_target: bool = Field(True, description="Head and norm start from the target's")
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the weights: drafters that share them are one; a key that says nothing is not there."""
+        values = self.model_dump(mode="json")
+        kept = {name: value for name, value in values.items() if value not in (None, {})}
+        return {**kept, "drafter": DRAFTERS[self.drafter].weights_of or self.drafter}
 
 
 class Training(Section):
@@ -252,6 +261,8 @@ class Recipe(Section):
         kinds = {source.kind for source in self.data.sources}
         if taken := [each.name for each in self.evaluation.sets if each.name in kinds]:
             raise ValueError(f"evaluation set {taken[0]!r} is named as a data source is: give it another name")
+        if problem := DRAFTERS[self.draft.drafter].problem(self.draft.options):
+            raise ValueError(f"draft.drafter {self.draft.drafter}: {problem}")
         if self.responses.engine == "http" and not self.responses.servers:
             raise ValueError("responses.engine http needs responses.servers")
         return self

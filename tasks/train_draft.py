@@ -63,7 +63,7 @@ class TrainingSpec:
 def plan(recipe: Recipe, target: TargetInfo, features: ArtifactRef, vocabulary: ArtifactRef) -> Plan:
     parameters = {
         "training": recipe.training.model_dump(mode="json", exclude=NO_RESULT),
-        "draft": recipe.draft.model_dump(mode="json"),
+        "draft": recipe.draft.identity(),
         # The best checkpoint is chosen by chains of this length.
         "chain_length": recipe.evaluation.chain_length,
         "target": target.identity(),
@@ -110,7 +110,7 @@ def run(
         features=str(store.local(features)),
         vocabulary=str(store.local(vocabulary)),
         folder="",
-        draft=recipe.draft.model_dump(mode="json"),
+        draft=recipe.draft.identity(),
         training=recipe.training.model_dump(mode="json"),
         chain_length=recipe.evaluation.chain_length,
     )

@@ -63,6 +63,8 @@ def test_a_name_stands_for_the_recipe():
         ({"data.max_prompt_tokens": 512}, ["data.max_prompt_tokens", "no answer fits"]),
         ({"responses.engine": "http"}, ["responses.servers"]),
         ({"training.lr.deep": 1}, ["training.lr.deep", "lr is not a section"]),
+        ({"draft.drafter": "eagle9"}, ["draft.drafter", "'eagle3'"]),
+        ({"draft.options": {"blok": 4}}, ["draft.options.blok is not known", "none"]),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_with_file_and_key(change: dict, said: list[str]):
