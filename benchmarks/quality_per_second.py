@@ -85,7 +85,7 @@ def load(recipe: Recipe) -> Data:
         target.to_dict(), inputs["features"], inputs["vocabulary"], "", recipe.draft.model_dump(), {}, CHAIN
     )
     reader = FeatureReader(Path(spec.features))
-    train = FeatureDocuments(reader, split_train(reader).train)
+    train = FeatureDocuments(reader, split_train(reader.index).train)
     weights = read_target_weights(Path(target.path))
     return Data(reader, spec, target, weights, train, heldout_documents(reader, 0.0))
 

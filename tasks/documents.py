@@ -9,17 +9,30 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from eagle3core.batch import Document, HiddenTeacher, Teacher, TopKTeacher
-from storage.features import FeatureReader, FeatureSample
+from storage.features import FeatureReader, FeatureSample, FeatureSpec
 
 VALIDATION_SHARE = 0.03
 VALIDATION_MOST = 24
 VALIDATION_FROM = 16  # conversations; fewer are all needed for training
+
+
+class SampleReader(Protocol):
+    """Samples by number; spec: what their numbers mean. index: a row each, with id, conversation_id, split, n_tokens
+    and n_supervised.
+    """
+
+    index: pa.Table
+    spec: FeatureSpec
+
+    def read(self, i: int) -> FeatureSample: ...
 
 
 @dataclass(frozen=True)
@@ -47,10 +60,16 @@ class Split:
 
 
 class FeatureDocuments:
-    """The trainer's `DocumentSource` over some rows of a reader; lengths are known without reading a row."""
+    """The trainer's `DocumentSource` over some rows of a reader; lengths are known without reading a row.
 
-    def __init__(self, reader: FeatureReader, rows: Sequence[int]) -> None:
+    layer_ids: the captured states that a document holds, all of them where None.
+    """
+
+    def __init__(
+        self, reader: FeatureReader, rows: Sequence[int], layer_ids: Sequence[int] | None = None
+    ) -> None:
         self._reader = reader
+        self._states = None if layer_ids is None else States.of(reader.spec, layer_ids)
         self._rows = list(rows)
         index = reader.index
         self.lengths: list[int] = index["n_tokens"].take(self._rows).to_pylist()
@@ -60,10 +79,37 @@ class FeatureDocuments:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> Document:
-        return to_document(self._reader.read(self._rows[i]))
+        return to_document(self._reader.read(self._rows[i]), self._states)
 
 
-def to_document(sample: FeatureSample) -> Document:
+@dataclass(frozen=True)
+class States:
+    """Which of the stored states a draft reads. places: their order in the store, None for all as they lie."""
+
+    places: tuple[int, ...] | None
+    hidden_size: int
+
+    @classmethod
+    def of(cls, spec: FeatureSpec, layer_ids: Sequence[int]) -> States:
+        """Raises ValueError naming the states that were not captured."""
+        stored = tuple(spec.layer_ids)
+        if tuple(layer_ids) == stored:
+            return cls(None, spec.hidden_size)
+        if missing := [layer for layer in layer_ids if layer not in stored]:
+            raise ValueError(
+                f"the draft reads hidden_states {missing}, the features hold {list(stored)}: extract again with "
+                "features.layer_ids that have them all"
+            )
+        return cls(tuple(stored.index(layer) for layer in layer_ids), spec.hidden_size)
+
+    def of_row(self, features: Tensor) -> Tensor:
+        """[T-1, stored * H] -> [T-1, read * H]: the same memory where all are read, else a copy."""
+        if self.places is None:
+            return features
+        return torch.cat([features[:, place * self.hidden_size :][:, : self.hidden_size] for place in self.places], dim=1)
+
+
+def to_document(sample: FeatureSample, states: States | None = None) -> Document:
     """Features and teacher share the sample's memory; token ids become int64 and spans a mask, [T] each."""
     supervised = torch.zeros(len(sample.token_ids), dtype=torch.bool)
     for start, end in sample.spans:
@@ -72,7 +118,7 @@ def to_document(sample: FeatureSample) -> Document:
         id=sample.id,
         token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
         supervised=supervised,
-        features=as_tensor(sample.features),
+        features=states.of_row(as_tensor(sample.features)) if states else as_tensor(sample.features),
         teacher=_teacher(sample),
     )
 
@@ -103,12 +149,14 @@ def _teacher(sample: FeatureSample) -> Teacher:
     )
 
 
-def split_train(reader: FeatureReader) -> Split:
+def split_train(index: pa.Table, share: float = 1.0) -> Split:
     """Train and validation rows by id: the same for the same data, whatever order its parts were written in.
 
-    Rows without a supervised token teach nothing and are left out. Raises ValueError where nothing is left.
+    share: of the conversations that are left to train on; what a smaller share holds, every larger one holds as
+    well, and validation is the same for all. Rows without a supervised token teach nothing and are left out.
+    Raises ValueError where nothing is left.
     """
-    columns = (reader.index[name].to_pylist() for name in ("id", "split", "conversation_id", "n_supervised"))
+    columns = (index[name].to_pylist() for name in ("id", "split", "conversation_id", "n_supervised"))
     rows = sorted(
         (name, row, conversation)
         for row, (name, split, conversation, supervised) in enumerate(zip(*columns, strict=True))
@@ -121,8 +169,9 @@ def split_train(reader: FeatureReader) -> Split:
     if len(conversations) >= VALIDATION_FROM:
         count = min(VALIDATION_MOST, max(1, round(VALIDATION_SHARE * len(conversations))))
     kept_back = set(conversations[:count])
+    learnt = set(conversations[count : count + max(1, round(share * (len(conversations) - count)))])
     return Split(
-        train=tuple(row for _, row, conversation in rows if conversation not in kept_back),
+        train=tuple(row for _, row, conversation in rows if conversation in learnt),
         validation=tuple(row for _, row, conversation in rows if conversation in kept_back),
     )
 
@@ -138,9 +187,12 @@ def heldout_temperatures(reader: FeatureReader) -> list[float]:
     return sorted({temperature for split, temperature in pairs if split == "heldout"})
 
 
-def heldout_documents(reader: FeatureReader, temperature: float) -> list[HeldoutDocument]:
-    """Every held-out answer of one temperature, by id."""
+def heldout_documents(
+    reader: FeatureReader, temperature: float, layer_ids: Sequence[int] | None = None
+) -> list[HeldoutDocument]:
+    """Every held-out answer of one temperature, by id. layer_ids: see `FeatureDocuments`."""
     index = reader.index
+    states = None if layer_ids is None else States.of(reader.spec, layer_ids)
     columns = (index[name].to_pylist() for name in ("id", "split", "temperature", "n_supervised"))
     rows = sorted(
         (name, row)
@@ -151,7 +203,7 @@ def heldout_documents(reader: FeatureReader, temperature: float) -> list[Heldout
     return [
         # Sets without categories of their own are told apart by their source.
         HeldoutDocument(
-            to_document(sample), sample.conversation_id, sample.category or sample.source, temperature
+            to_document(sample, states), sample.conversation_id, sample.category or sample.source, temperature
         )
         for sample in samples
     ]

@@ -73,7 +73,7 @@ def evaluate(spec: EvaluationSpec) -> Evaluation:
     documents: list[HeldoutDocument] = []
     for temperature in temperatures:
         started = time.monotonic()
-        heldout = heldout_documents(reader, temperature)
+        heldout = heldout_documents(reader, temperature, draft.config.layer_ids)
         greedy = estimated(heldout, Proposal.GREEDY)
         sampled = estimated(heldout, Proposal.SAMPLED) if temperature > 0 else None
         figures.append(_figures(temperature, heldout, greedy, sampled, spec.bootstrap))

@@ -38,9 +38,14 @@ class RoomError(RuntimeError):
     """The features would not fit on the disk; the message has both figures and what to change."""
 
 
-def layer_ids(recipe: Recipe, target: TargetInfo) -> tuple[int, int, int]:
-    """The three captured states, as indices into HF hidden_states."""
-    return recipe.features.layer_ids or default_layer_ids(target.num_layers)
+def layer_ids(recipe: Recipe, target: TargetInfo) -> tuple[int, ...]:
+    """The captured states, as indices into HF hidden_states."""
+    return recipe.features.layer_ids or draft_layer_ids(recipe, target)
+
+
+def draft_layer_ids(recipe: Recipe, target: TargetInfo) -> tuple[int, ...]:
+    """The states that the draft reads: all that are captured, or those among them that the recipe names."""
+    return recipe.draft.layer_ids or recipe.features.layer_ids or default_layer_ids(target.num_layers)
 
 
 def feature_spec(recipe: Recipe, target: TargetInfo) -> FeatureSpec:

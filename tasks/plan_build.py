@@ -23,7 +23,7 @@ from tasks import prepare_conversations
 from tasks.engines.pool import cuda_devices, engine_count
 from tasks.engines.rates import engine_seconds
 from tasks.evaluation_sets import EvaluationSetError
-from tasks.extract_features import made_by_responses
+from tasks.extract_features import layer_ids, made_by_responses
 from tasks.prepare_conversations import ConversationsError
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import Recipe, RecipeError, load_recipe
@@ -53,12 +53,12 @@ class Expected:
 
 
 def feature_bytes_per_token(recipe: Recipe, target: TargetInfo) -> int:
-    """Bytes that one token takes in the features artifact: three states and the teacher."""
+    """Bytes that one token takes in the features artifact: the states and the teacher."""
     width = BYTES[recipe.features.dtype]
     # Top-k: ids, log-probabilities in half precision, the rest.
     topk = recipe.features.teacher_k * (4 + 2) + 4
     teacher = target.hidden_size * width if recipe.features.teacher == "hidden" else topk
-    return 4 + 3 * target.hidden_size * width + teacher
+    return 4 + len(layer_ids(recipe, target)) * target.hidden_size * width + teacher
 
 
 def expect(recipe: Recipe, target: TargetInfo, statistics: Sequence[SourceStatistics]) -> list[Expected]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from eagle3core.drafters import DRAFTERS
+from tasks.experiment.settings import STRICT, Experiments
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -26,7 +27,7 @@ class RecipeError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = STRICT
 
 
 class Target(Section):
@@ -60,6 +61,9 @@ class Data(Section):
     max_prompt_tokens: Positive = Field(1024, description="A conversation whose first prompt is longer is refused")
     max_tokens: Positive = Field(2048, description="A sample is cut on the right to this many tokens")
     max_turns: Positive = Field(4, description="User turns answered in one conversation")
+    train_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Of the training conversations; a smaller share lies within every larger one"
+    )
     exclude: list[str] = Field([], description="Evaluation prompts (files, folders, hub ids) to keep out of training")
     max_bad_share: Share = Field(0.75, description="A larger share of refused rows stops the run")
     seed: int = 0
@@ -85,7 +89,7 @@ class Features(Section):
     """What is stored of the target's states."""
 
     engine: Literal["vllm", "huggingface"] = "vllm"
-    layer_ids: tuple[int, int, int] | None = Field(None, description="Indices into HF hidden_states; default 2, L//2, L-3")
+    layer_ids: tuple[int, ...] | None = Field(None, description="Indices into HF hidden_states; empty: what the draft reads")
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     teacher: Literal["topk", "hidden"] = "topk"
     teacher_k: Positive = Field(16, description="Target log-probabilities stored per token, for teacher topk")
@@ -99,10 +103,11 @@ class Draft(Section):
     """The draft's architecture."""
 
     drafter: Literal[*DRAFTERS] = "eagle3"
-    options: dict[str, Any] = Field({}, description="The drafter's own settings (eagle3core/drafters); its defaults where empty")
+    options: dict[str, Any] = Field({}, description="The drafter's own settings (eagle3core/drafters); defaults where empty")
     fc_norm: bool = Field(False, description="EAGLE-3.1: an RMSNorm per captured state before fc")
     norm_output: bool = Field(False, description="EAGLE-3.1: the post-norm output is fed back")
     start_from_target: bool = Field(True, description="Head and norm start from the target's")
+    layer_ids: tuple[int, ...] | None = Field(None, description="States it reads, among features.layer_ids; default: all")
 
     def identity(self) -> dict[str, Any]:
         """What decides the weights: drafters that share them are one; a key that says nothing is not there."""
@@ -215,6 +220,9 @@ class Vllm(Section):
 
 class Store(Section):
     uri: str = Field("store", description="Local folder or object-store URL")
+    window_gb: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Disk for features, GB: extracted as training needs them, anew in every epoch; all at once where empty"
+    )
 
 
 class Tracking(Section):
@@ -241,6 +249,7 @@ class Recipe(Section):
     vllm: Vllm = Vllm()
     store: Store = Store()
     tracking: Tracking = Tracking()
+    experiments: Experiments = Experiments()
 
     @model_validator(mode="before")
     @classmethod
@@ -256,6 +265,9 @@ class Recipe(Section):
             )
         if self.data.max_prompt_tokens >= self.data.max_tokens:
             raise ValueError("data.max_prompt_tokens must be below data.max_tokens, or no answer fits")
+        read, stored = self.draft.layer_ids, self.features.layer_ids
+        if read and stored and not set(read) <= set(stored):
+            raise ValueError(f"draft.layer_ids {list(read)} are not all among features.layer_ids {list(stored)}")
         if not self.data.heldout and not self.evaluation.sets:
             raise ValueError("data.heldout 0 leaves nothing to measure on: raise it, or name evaluation.sets")
         kinds = {source.kind for source in self.data.sources}

@@ -45,7 +45,7 @@ class TrainingSpec:
     """What the worker is told; JSON-able.
 
     draft, training: the recipe's sections. chain_length: the best checkpoint is chosen by the tau of such
-    chains.
+    chains. train_share: of the training conversations.
     """
 
     target: dict[str, Any]
@@ -55,6 +55,7 @@ class TrainingSpec:
     draft: dict[str, Any]
     training: dict[str, Any]
     chain_length: int
+    train_share: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,6 +69,8 @@ def plan(recipe: Recipe, target: TargetInfo, features: ArtifactRef, vocabulary: 
         "chain_length": recipe.evaluation.chain_length,
         "target": target.identity(),
     }
+    if recipe.data.train_share < 1:
+        parameters["train_share"] = recipe.data.train_share
     return Plan(STAGE, parameters, (features, vocabulary))
 
 
@@ -113,6 +116,7 @@ def run(
         draft=recipe.draft.identity(),
         training=recipe.training.model_dump(mode="json"),
         chain_length=recipe.evaluation.chain_length,
+        train_share=recipe.data.train_share,
     )
     work = plan(recipe, target, features, vocabulary)
     return run_plan(work, store, lambda writer: _train(writer, spec, recipe.name))

@@ -67,9 +67,10 @@ def train(spec: TrainingSpec, device: torch.device) -> None:
     torch.manual_seed(config.seed)
     target = TargetInfo.from_dict(spec.target)
     reader = FeatureReader(Path(spec.features))
-    split = split_train(reader)
-    documents = FeatureDocuments(reader, split.train)
-    validation = FeatureDocuments(reader, split.validation)
+    split = split_train(reader.index, spec.train_share)
+    layers = tuple(spec.draft.get("layer_ids") or reader.spec.layer_ids)
+    documents = FeatureDocuments(reader, split.train, layers)
+    validation = FeatureDocuments(reader, split.validation, layers)
     weights = read_target_weights(Path(target.path))
     draft = build_draft(spec, target, reader, weights)
     trainer = Trainer(
@@ -119,7 +120,7 @@ def build_draft(
     config = DraftConfig.from_target(
         target.config.get("text_config", target.config),
         len(vocabulary),
-        tuple(reader.spec.layer_ids),
+        tuple(spec.draft.get("layer_ids") or reader.spec.layer_ids),
         fc_norm=spec.draft["fc_norm"],
         norm_output=spec.draft["norm_output"],
     )

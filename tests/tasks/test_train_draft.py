@@ -62,7 +62,7 @@ def made(tmp_path_factory: pytest.TempPathFactory):
 def test_a_document_is_the_stored_sample(made):
     _, _, store, samples, features, *_ = made
     reader = FeatureReader(store.local(features))
-    split = split_train(reader)
+    split = split_train(reader.index)
     documents = FeatureDocuments(reader, split.train)
     by_id = {sample.id: sample for sample in samples}
     document = documents[3]
@@ -78,7 +78,7 @@ def test_a_document_is_the_stored_sample(made):
 def test_validation_is_whole_conversations_and_never_held_out(made):
     _, _, store, _, features, *_ = made
     reader = FeatureReader(store.local(features))
-    split = split_train(reader)
+    split = split_train(reader.index)
     conversations = reader.index["conversation_id"].to_pylist()
     chosen = {conversations[row] for row in split.validation}
     assert chosen and chosen.isdisjoint({conversations[row] for row in split.train})
