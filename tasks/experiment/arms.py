@@ -23,7 +23,7 @@ ENOUGH_EPOCHS = 100  # so that the budget ends the training and not the data
 
 @dataclass(frozen=True)
 class ArmRun:
-    """One draft that is to be trained and measured. share: of the training conversations."""
+    """One draft that is to be trained and measured. share: of the experiment's training conversations."""
 
     arm: str
     share: float
@@ -47,24 +47,21 @@ def arm_runs(kind: str, recipe: Recipe) -> list[ArmRun]:
     # An arm is a recipe without experiments: they do not nest.
     base = build_recipe(recipe.model_dump(mode="json", exclude={"experiments"}), experiment.set, where=f"{where}.set")
     budget = _budget(experiment.budget, base)
-    shares = experiment.shares if isinstance(experiment, ScaleData) else [base.data.train_share]
+    shares = experiment.shares if isinstance(experiment, ScaleData) else [1.0]
     runs = []
     for arm in experiment.arms:
         _check_keys(arm, budget, where)
         for share in shares:
             for seed in _seeds(experiment, share):
-                changes = {**arm.set, **budget, "data.train_share": share, "training.seed": seed}
-                changes["name"] = _slug(recipe.name, arm.name, share if len(shares) > 1 else 1.0, seed)
+                changes = {**arm.set, **budget, "training.seed": seed, "name": _slug(recipe.name, arm.name, share, seed)}
+                changes["data.train_share"] = share * base.data.train_share
                 made = build_recipe(base.model_dump(mode="json"), changes, where=f"{where}: arm {arm.name!r}")
                 runs.append(ArmRun(arm.name, share, seed, made))
     return runs
 
 
 def capture_union(runs: Sequence[ArmRun], target: TargetInfo) -> list[ArmRun]:
-    """The runs with one set of captured layers for all: each draft reads its own among them.
-
-    Raises RecipeError where a recipe names layers and an arm wants one that is not among them.
-    """
+    """The runs with one set of captured layers for all: each draft reads its own among them."""
     own = [draft_layer_ids(run.recipe, target) for run in runs]
     union = sorted({layer for layers in own for layer in layers})
     united = []
