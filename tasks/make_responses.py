@@ -8,6 +8,7 @@ rerun goes on with the parts that are missing.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -126,7 +127,8 @@ class _Making:
         quarantine = read_rows(QuarantineRow, self._writer.folder, "quarantine-*.parquet")
         refused = [row.reason for row in quarantine]
         self._check(tally, refused)
-        return {**tally.to_summary(), "refused": len(refused), "parts": len(self._planned), **took}
+        counts = {"refused": len(refused), "refused_by": dict(Counter(refused)), "parts": len(self._planned)}
+        return {**tally.to_summary(), **counts, **took}
 
     def _missing(self) -> list[int]:
         there = {int(name[5:10]) for name in self._writer.parts("part-*.parquet")}

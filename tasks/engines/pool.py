@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tasks.engines.requests import (
     Job,
     Refused,
     Sample,
+    ServerCount,
     TargetFiles,
     WorkerSpec,
 )
@@ -54,12 +55,16 @@ class Part:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What a run of the engines took: seconds to start, then new tokens in so many seconds of work."""
+    """What a run of the engines took: seconds to start, then new tokens in so many seconds of work.
+
+    `servers`: what each of them did, where the answers came over HTTP.
+    """
 
     engines: int
     start_seconds: float
     work_seconds: float
     tokens: int
+    servers: tuple[ServerCount, ...] = ()
 
     def to_summary(self) -> dict[str, Any]:
         rate = self.tokens / self.work_seconds if self.work_seconds else 0.0
@@ -69,6 +74,7 @@ class EngineRun:
             "engine_seconds": round(self.work_seconds, 1),
             "new_tokens": self.tokens,
             "tokens_per_second": round(rate, 1),
+            **({"servers": [asdict(server) for server in self.servers]} if self.servers else {}),
         }
 
 
@@ -210,6 +216,7 @@ class _Inbox:
         self._said = time.monotonic()
         self._started = [0.0] * engines
         self._progress: list[dict[str, Any]] = [{"tokens": 0, "requests": 0, "seconds": 0.0}] * engines
+        self._servers: dict[str, ServerCount] = {}
 
     def take(self, number: int, event: dict[str, Any]) -> None:
         with self._lock:
@@ -218,6 +225,8 @@ class _Inbox:
             elif event["kind"] == "started":
                 self._started[number] = event["seconds"]
                 logger.info("engine %d is up after %.0f s", number, event["seconds"])
+            elif event["kind"] == "server":
+                self._hear(ServerCount(**{name: value for name, value in event.items() if name != "kind"}))
             elif event["kind"] == "progress":
                 self._progress[number] = event
                 if time.monotonic() - self._said > SAY_EVERY:
@@ -226,12 +235,20 @@ class _Inbox:
                     rate = total.tokens / max(1e-9, total.work_seconds)
                     logger.info("%d new tokens, %.0f/s", total.tokens, rate)
 
+    def _hear(self, count: ServerCount) -> None:
+        """A server went away or came back, or the run is at its end."""
+        before = self._servers.get(count.server)
+        if count.up != (before is None or before.up):
+            logger.warning("%s", count)
+        self._servers[count.server] = count
+
     def total(self) -> EngineRun:
         return EngineRun(
             engines=len(self._started),
             start_seconds=max(self._started),
             work_seconds=max(progress["seconds"] for progress in self._progress),
             tokens=sum(progress["tokens"] for progress in self._progress),
+            servers=tuple(self._servers.values()),
         )
 
 

@@ -153,6 +153,25 @@ class Finished:
     error: str = ""  # why there is no answer; empty where there is one
 
 
+@dataclass(frozen=True)
+class ServerCount:
+    """What one server did in this run: requests answered, attempts that failed, how often it went away.
+
+    `up`: whether it answers now. `error`: the last failure in its own words, "" where there was none.
+    """
+
+    server: str
+    answered: int
+    failed: int
+    times_away: int
+    up: bool
+    error: str
+
+    def __str__(self) -> str:
+        state = "is back" if self.up else f"is away ({self.error}); the others take its requests, it is asked again"
+        return f"{self.server} {state}; {self.answered} answered, {self.failed} failed attempts until now"
+
+
 class Engine(Protocol):
     """A way to run the target. Requests go in at any time; `step` does some work and returns what is done."""
 

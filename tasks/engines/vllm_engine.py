@@ -59,7 +59,8 @@ class VllmEngine:
         # longest.
         more["enable_chunked_prefill"] = False
         more["max_num_batched_tokens"] = max(STEP_TOKENS, options.max_model_len)
-        self._engine = start(target, options, **more).llm_engine
+        self.llm = start(target, options, **more)
+        self._engine = self.llm.llm_engine
         if capture is not None:
             connector.draft_nothing(self._engine)
         self._requests: dict[str, Request] = {}  # by vLLM's id, a number: ours may hold any character
@@ -67,11 +68,20 @@ class VllmEngine:
         self._count = 0
 
     def add(self, request: Request) -> None:
+        # Reading T tokens takes T - 1: the last one's state predicts nothing that is known.
+        token_ids = list(request.token_ids) if request.max_new_tokens else list(request.token_ids)[:-1]
+        name = str(self._count)
+        self._count += 1
+        self._requests[name] = request
+        self._engine.add_request(name, {"prompt_token_ids": token_ids}, self.parameters(request))
+
+    def parameters(self, request: Request) -> Any:
+        """The request's `vllm.SamplingParams`."""
         from vllm import SamplingParams
 
         writes = request.max_new_tokens > 0
         sampled = writes and request.temperature > 0
-        parameters = SamplingParams(
+        return SamplingParams(
             temperature=request.temperature if writes else 0.0,
             max_tokens=max(1, request.max_new_tokens),
             seed=request.seed if sampled else None,  # neither the batch nor a resume changes the text
@@ -79,12 +89,6 @@ class VllmEngine:
             detokenize=False,
             extra_args=connector.REQUEST_OPTIONS if self._captures else None,
         )
-        # Reading T tokens takes T - 1: the last one's state predicts nothing that is known.
-        token_ids = list(request.token_ids) if writes else list(request.token_ids)[:-1]
-        name = str(self._count)
-        self._count += 1
-        self._requests[name] = request
-        self._engine.add_request(name, {"prompt_token_ids": token_ids}, parameters)
 
     def step(self) -> list[Finished]:
         for output in self._engine.step():

@@ -99,7 +99,7 @@ class Parts:
         emit({"kind": "part", **event, "arrays": str(file) if file else None})
 
 
-def run(spec: WorkerSpec, engine: Engine) -> None:
+def run(spec: WorkerSpec, engine: Engine) -> Progress:
     """Feed every job to the engine, a full batch at all times, and hand parts over as they become whole."""
     template = Template.load(spec.target)  # type: ignore[arg-type]  # the fields it reads are the same
     packer = Packer(spec.capture, Path(spec.target.path)) if spec.capture else None
@@ -144,6 +144,7 @@ def run(spec: WorkerSpec, engine: Engine) -> None:
             dialogues[finished.id].take(finished)
             advance(finished.id)
     counter.report()
+    return counter
 
 
 class Progress:
@@ -182,7 +183,7 @@ def start_engine(spec: WorkerSpec) -> Engine:
     if spec.options.engine == "http":
         from tasks.engines.http import HttpEngine
 
-        return HttpEngine(spec.target, spec.options)
+        return HttpEngine(spec.target, spec.options, emit)
     from tasks.engines.vllm_engine import VllmEngine
 
     return VllmEngine(spec.target, spec.options, capture, Path(spec.handover))

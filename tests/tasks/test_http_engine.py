@@ -21,7 +21,7 @@ def engine(answer) -> HttpEngine:
             return httpx.Response(200, json={"data": [{"id": "the-model"}]})
         return answer(request, json.loads(request.content))
 
-    return HttpEngine(TARGET, OPTIONS, transport=httpx.MockTransport(handle), longest_pause=0.01)
+    return HttpEngine(TARGET, OPTIONS, transport=httpx.MockTransport(handle), longest_rest=0.01)
 
 
 def drain(engine: HttpEngine, count: int) -> dict:
