@@ -2,8 +2,8 @@
 
 In: an experiment's arms and a `Measured`. Out: verdicts. The rule, the same for all: a claim is *found* where the
 95 % interval of what it says to be positive lies above 0, *not found* where it lies below, *within noise* where it
-holds 0, and where no arm was trained with several seeds. Of claims about equal arms one in 40 comes out found and
-one in 40 not found.
+holds 0, and where no arm was trained with several seeds. Where arms are equal a claim comes out found at most one
+time in 40, and not found at most one time in 40.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ In: a `Measured` and a weighted sum of its figures. Out: its value with a 95 % i
 The interval is value +- t * sqrt(P + S). P, from prompts: the variance of the weighted sum over bootstrap draws in
 which every arm gets the same prompts (paired), whole prompts at a time (clustered). S, from training seeds: the
 variance between seeds of an arm's part in the sum, pooled over all arms that have several, over the number of seeds
-of each arm. t is Student's, at the degrees of freedom that Welch and Satterthwaite give P + S. With one seed
-everywhere S is not known: the interval is then of the prompts alone, and `replicated` is False.
+of each arm. What a draft's finite text leaves to chance is in both: the interval errs to the wide side. t is
+Student's, at the degrees of freedom that Welch and Satterthwaite give P + S. With one seed everywhere S is not
+known: the interval is then of the prompts alone, and `replicated` is False.
 """
 
 from __future__ import annotations

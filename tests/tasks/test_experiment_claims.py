@@ -79,29 +79,36 @@ def test_scaling_compares_gains_and_not_levels(steps, outcome):
     assert found["EAGLE-3's tau rises from 1x to 8x the data (chain, T = 0)"].outcome == "found"
 
 
-def test_equal_arms_are_told_apart_about_as_often_as_the_rule_says():
-    """Training luck and prompts both spread; each side must come out in about 2.5 % of experiments."""
+@pytest.mark.parametrize(
+    ("spread", "rounds", "times", "least", "most"),
+    [
+        (0.08, 20, 300, 0.025, 0.08),  # luck in training moves the arms: the rule errs as often as it says
+        (0.02, 8, 100, 0.0, 0.05),  # the text does: it errs less often
+    ],
+)
+def test_equal_arms_are_told_apart_in_at_most_one_experiment_of_twenty(spread, rounds, times, least, most):
     claim = Claim("", "", (Term(1.0, Cell("b"), Quantity()), Term(-1.0, Cell("a"), Quantity())))
     outcomes = []
-    for seed in range(400):
-        figures = make_measured({Cell("a"): [0.4, 0.4], Cell("b"): [0.4, 0.4]}, seed=seed, spread=0.02, prompts=24, rounds=12)
-        outcomes.append(decide(claim, Contrasts(figures, 100)).outcome)
+    for seed in range(times):
+        arms = {Cell("a"): [0.4, 0.4], Cell("b"): [0.4, 0.4]}
+        figures = make_measured(arms, seed=seed, spread=spread, prompts=12, rounds=rounds)
+        outcomes.append(decide(claim, Contrasts(figures, 60)).outcome)
     wrong = sum(outcome != "within noise" for outcome in outcomes) / len(outcomes)
-    assert 0.02 < wrong < 0.08
-    assert 0.005 < outcomes.count("found") / len(outcomes) < 0.045
+    assert least <= wrong <= most
+    assert outcomes.count("found") / len(outcomes) < 0.05
 
 
 def test_luck_in_training_alone_is_not_taken_for_a_difference():
     """Resampling prompts alone would call these two apart: the seeds differ more than the prompts do."""
     claim = Claim("", "", (Term(1.0, Cell("b"), Quantity()), Term(-1.0, Cell("a"), Quantity())))
     apart = by_prompts = 0
-    for seed in range(100):
-        figures = make_measured({Cell("a"): [0.4] * 2, Cell("b"): [0.4] * 2}, seed=seed, spread=0.06, rounds=60)
+    for seed in range(60):
+        figures = make_measured({Cell("a"): [0.4] * 2, Cell("b"): [0.4] * 2}, seed=seed, spread=0.06, rounds=40)
         verdict = decide(claim, Contrasts(figures, 60))
         apart += verdict.outcome != "within noise"
         by_prompts += abs(verdict.contrast.value) > 1.96 * verdict.contrast.prompts
-    assert by_prompts > 40
-    assert apart < 15
+    assert by_prompts > 24
+    assert apart < 9
 
 
 def test_pairing_takes_out_what_the_prompts_have_in_common():
