@@ -19,6 +19,7 @@ from storage.schemas import ConversationRow, QuarantineRow, ResponseRow, read_ro
 from tasks import extract_features
 from tasks.engines.pool import Part, engine_count, run_engines
 from tasks.engines.rates import engine_seconds
+from tasks.engines.requests import LATER
 from tasks.prepare_target import TargetInfo
 from tasks.recipe import Recipe
 from tasks.samples import HELDOUT, Planned, Tally, feature_sample, plan_jobs, quarantine_row, response_row
@@ -57,6 +58,8 @@ def plan(recipe: Recipe, target: TargetInfo, conversations: ArtifactRef) -> Plan
         "part_size": values.part_size,
         "seed": values.seed,
     }
+    if recipe.data.max_turns > 1:
+        parameters["rewritten_turns"] = "samples of their own"
     return Plan(STAGE, parameters, (conversations,))
 
 
@@ -125,9 +128,10 @@ class _Making:
         for row in read_rows(ResponseRow, self._writer.folder):
             tally.add(row)
         quarantine = read_rows(QuarantineRow, self._writer.folder, "quarantine-*.parquet")
-        refused = [row.reason for row in quarantine]
+        reasons = [row.reason for row in quarantine]
+        refused = [reason for reason in reasons if not reason.startswith(LATER)]
         self._check(tally, refused)
-        counts = {"refused": len(refused), "refused_by": dict(Counter(refused)), "parts": len(self._planned)}
+        counts = {"refused": len(refused), "refused_by": dict(Counter(reasons)), "parts": len(self._planned)}
         return {**tally.to_summary(), **counts, **took}
 
     def _missing(self) -> list[int]:
@@ -142,7 +146,7 @@ class _Making:
         jobs = [each.job for each in planned if each.refused is None]
         # Parts in which no job can be begun never reach an engine.
         for number in {each.job.part for each in planned} - {job.part for job in jobs}:
-            self._store_part(Part(number, [], [], []))
+            self._store_part(Part(number, [], [], [], []))
         capture = None
         if self._features is not None:
             capture = extract_features.capture_options(recipe, self._target)
@@ -163,7 +167,7 @@ class _Making:
     def _store_part(self, part: Part) -> None:
         """Features, then quarantine, then responses: whoever sees the last file sees all of the part."""
         planned = self._planned[part.number]
-        rows = [response_row(planned[sample.id], sample) for sample in part.samples]
+        rows = [response_row(planned[job], sample) for job, sample in zip(part.jobs, part.samples, strict=True)]
         if self._features is not None:
             pairs = zip(rows, part.arrays, strict=True)
             self._features.write_part(part.number, [feature_sample(row, arrays) for row, arrays in pairs])

@@ -48,7 +48,7 @@ def plan_jobs(recipe: Recipe, conversations: Iterable[ConversationRow], template
                 most = recipe.responses.heldout_max_new_tokens
                 planned.append(_answered(recipe, row, name, temperature, most))
         elif recipe.responses.keep_answers:
-            planned.append(_given(recipe, row, template))
+            planned += _given(recipe, row, template)
         else:
             draw = job_seed(recipe.responses.seed, row.id, "greedy") / 2**31
             temperature = 0.0 if draw < recipe.responses.greedy_share else recipe.responses.temperature
@@ -142,24 +142,34 @@ def _answered(recipe: Recipe, row: ConversationRow, name: str, temperature: floa
         temperature=temperature,
         max_new_tokens=most,
         seed=job_seed(recipe.responses.seed, name),
+        every_turn=row.split != HELDOUT,  # acceptance is measured on one answer a prompt
     )
     return Planned(job, row)
 
 
-def _given(recipe: Recipe, row: ConversationRow, template: Template) -> Planned:
+def _given(recipe: Recipe, row: ConversationRow, template: Template) -> list[Planned]:
+    """The data's own answers; those that a later prompt shows otherwise than written as samples of their own."""
     messages = prompt_messages(_plain(row.messages), recipe.data.max_turns)
     job = Job(id=row.id, part=0, messages=messages)
     while messages and messages[-1]["role"] != "assistant":
         messages = messages[:-1]
     if not messages:
-        return Planned(job, row, Refused(row.id, "no answer", "the data has no assistant turn to keep"))
+        return [Planned(job, row, Refused(row.id, "no answer", "the data has no assistant turn to keep"))]
     try:
-        rendered = template.conversation(messages).cut(recipe.data.max_tokens)
+        whole = template.conversation(messages)
+        alone = [template.conversation(messages[: turn + 1]) for turn in whole.left_out]
     except TemplateError as error:
-        return Planned(job, row, Refused(row.id, "template", str(error)))
-    if rendered is None:
-        return Planned(job, row, Refused(row.id, "too long", "no answer begins within data.max_tokens"))
-    return Planned(replace(job, token_ids=rendered.token_ids, spans=rendered.spans), row)
+        return [Planned(job, row, Refused(row.id, "template", str(error)))]
+    named = [(f"{row.id}#{i}", replace(each, spans=each.spans[-1:])) for i, each in enumerate(alone, 1)]
+    planned = []
+    for name, rendered in [*named, (row.id, whole)]:
+        cut = rendered.cut(recipe.data.max_tokens)
+        if cut is None:
+            refused = Refused(name, "too long", "no answer begins within data.max_tokens")
+            planned.append(Planned(replace(job, id=name), row, refused))
+        else:
+            planned.append(Planned(replace(job, id=name, token_ids=cut.token_ids, spans=cut.spans), row))
+    return planned
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:

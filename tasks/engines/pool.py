@@ -45,10 +45,11 @@ SAY_EVERY = 30.0  # seconds between two progress lines
 
 @dataclass(frozen=True)
 class Part:
-    """One finished part. `arrays[i]` belongs to `samples[i]` and is empty where nothing was captured."""
+    """One finished part. `jobs[i]` and `arrays[i]` belong to `samples[i]`: its job's id; what was captured, if anything."""
 
     number: int
     samples: Sequence[Sample]
+    jobs: Sequence[str]
     refused: Sequence[Refused]
     arrays: Sequence[Mapping[str, np.ndarray]]
 
@@ -262,7 +263,7 @@ def _read_part(event: dict[str, Any]) -> Part:
             index, _, column = name.partition(".")
             arrays[int(index)][column] = array
         file.unlink()
-    return Part(event["part"], samples, [Refused(**refused) for refused in event["refused"]], arrays)
+    return Part(event["part"], samples, event["jobs"], [Refused(**refused) for refused in event["refused"]], arrays)
 
 
 def cuda_devices() -> int:

@@ -62,7 +62,8 @@ class Job:
 
     With `messages` the target answers every user turn; assistant turns among them are passed over. With
     `token_ids` and `spans` the text exists and is only read. `seed` is the job's own, so that neither batch
-    nor resume matters.
+    nor resume matters. `every_turn`: turns that a later prompt shows otherwise than they were written become
+    samples of their own; else they are left out.
     """
 
     id: str
@@ -73,14 +74,16 @@ class Job:
     seed: int = 0
     token_ids: Sequence[int] = ()
     spans: Sequence[tuple[int, int]] = ()
+    every_turn: bool = True
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One finished job: T token ids (the last prompt and its answer) and the spans that the target wrote.
+    """T token ids (a prompt and its answer, as the server saw them) and the spans that the target wrote.
 
-    `messages` end with the target's last answer. `finish_reason`: stop, length, or given (the text existed).
-    `truncated`: an answer hit the length limit, so later user turns, if any, were not asked.
+    A job's last sample has the job's id, an earlier one the turn's number behind it. `messages` end with the
+    target's last answer. `finish_reason`: stop, length, or given (the text existed). `truncated`: an answer hit
+    the length limit, so later user turns, if any, were not asked.
     """
 
     id: str
@@ -91,13 +94,26 @@ class Sample:
     truncated: bool
 
 
+LATER = "later turn: "  # before a reason: what the job gave until then is kept
+
+
 @dataclass(frozen=True)
 class Refused:
-    """A job that gave no sample: `reason` in a few words to count by, `detail` says more."""
+    """A job that gave no sample, or not all of them: `reason` in a few words to count by, `detail` says more."""
 
     id: str
     reason: str
     detail: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job came to. `states[i]` belongs to `samples[i]`, None where nothing is captured."""
+
+    job: Job
+    samples: tuple[Sample, ...]
+    refused: Refused | None = None
+    states: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True)

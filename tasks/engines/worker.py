@@ -12,15 +12,15 @@ import os
 import sys
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tasks.engines.dialogue import Dialogue, given_sample
-from tasks.engines.requests import CaptureOptions, Engine, Finished, Refused, Request, Sample, WorkerSpec
+from tasks.engines.dialogue import Dialogue, given
+from tasks.engines.requests import CaptureOptions, Engine, Finished, Job, Outcome, Request, Sample, WorkerSpec
 from tasks.engines.teacher import TargetHead
 from tasks.processes import emit
 from tasks.templates import Template
@@ -65,18 +65,21 @@ class Packer:
 class Parts:
     """Collects outcomes until a part is whole; hands over its arrays, then the event that names them."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, packer: Packer | None) -> None:
         self._handover = Path(spec.handover)
+        self._packer = packer
         self._order: dict[int, list[str]] = {}
         for job in spec.jobs:
             self._order.setdefault(job.part, []).append(job.id)
-        self._outcomes: dict[int, dict[str, Sample | Refused]] = {part: {} for part in self._order}
+        self._outcomes: dict[int, dict[str, Outcome]] = {part: {} for part in self._order}
         self._arrays: dict[int, dict[str, dict[str, Tensor]]] = {part: {} for part in self._order}
 
-    def add(self, part: int, outcome: Sample | Refused, arrays: dict[str, Tensor] | None) -> None:
-        self._outcomes[part][outcome.id] = outcome
-        if arrays is not None:
-            self._arrays[part][outcome.id] = arrays
+    def add(self, outcome: Outcome) -> None:
+        part = outcome.job.part
+        if self._packer is not None:
+            for sample, states in zip(outcome.samples, outcome.states, strict=True):
+                self._arrays[part][sample.id] = self._packer.pack(sample, states)
+        self._outcomes[part][outcome.job.id] = replace(outcome, states=())
         if len(self._outcomes[part]) == len(self._order[part]):
             self._hand_over(part)
 
@@ -84,51 +87,50 @@ class Parts:
         outcomes = self._outcomes.pop(part)
         arrays = self._arrays.pop(part)
         ordered = [outcomes[name] for name in self._order[part]]
-        samples = [outcome for outcome in ordered if isinstance(outcome, Sample)]
+        samples = [(outcome.job.id, sample) for outcome in ordered for sample in outcome.samples]
         file = None
         if arrays:
             file = self._handover / f"{part:05d}.safetensors"
             named = {
                 f"{i}.{name}": _bits(array)
-                for i, sample in enumerate(samples)
+                for i, (_, sample) in enumerate(samples)
                 for name, array in arrays[sample.id].items()
             }
             save_file(named, file)
-        refused = [asdict(outcome) for outcome in ordered if isinstance(outcome, Refused)]
-        event = {"part": part, "samples": [asdict(sample) for sample in samples], "refused": refused}
+        refused = [asdict(outcome.refused) for outcome in ordered if outcome.refused]
+        event = {
+            "part": part,
+            "samples": [asdict(sample) for _, sample in samples],
+            "jobs": [job for job, _ in samples],
+            "refused": refused,
+        }
         emit({"kind": "part", **event, "arrays": str(file) if file else None})
 
 
 def run(spec: WorkerSpec, engine: Engine) -> Progress:
     """Feed every job to the engine, a full batch at all times, and hand parts over as they become whole."""
     template = Template.load(spec.target)  # type: ignore[arg-type]  # the fields it reads are the same
-    packer = Packer(spec.capture, Path(spec.target.path)) if spec.capture else None
-    parts = Parts(spec)
+    parts = Parts(spec, Packer(spec.capture, Path(spec.target.path)) if spec.capture else None)
     waiting = deque(spec.jobs)
     dialogues: dict[str, Dialogue] = {}
-    latest: dict[str, Finished] = {}
-    jobs = {job.id: job for job in spec.jobs}
+    reading: dict[str, Job] = {}
     counter = Progress()
 
     def advance(name: str) -> None:
-        """Ask the next turn, or close the dialogue. The last turn's states cover every turn; others go."""
+        """Ask the next turn, or close the dialogue."""
         request = dialogues[name].next_request()
         if request is not None:
             engine.add(request)
-            return
-        outcome = dialogues.pop(name).outcome()
-        finished = latest.pop(name, None)
-        keep = packer and finished and isinstance(outcome, Sample)
-        parts.add(jobs[name].part, outcome, packer.pack(outcome, finished.states) if keep else None)
+        else:
+            parts.add(dialogues.pop(name).outcome())
 
-    reading: set[str] = set()
     while waiting or dialogues or reading:
         while waiting and len(dialogues) + len(reading) < engine.capacity:
             job = waiting.popleft()
-            if job.token_ids and packer is None:
-                parts.add(job.part, given_sample(job), None)  # there is nothing to find out about it
+            if job.token_ids and spec.capture is None:
+                parts.add(given(job))  # there is nothing to find out about it
             elif job.token_ids:
-                reading.add(job.id)
+                reading[job.id] = job
                 engine.add(Request(job.id, job.token_ids))
             else:
                 dialogues[job.id] = Dialogue(job, template, spec.max_tokens)
@@ -136,13 +138,10 @@ def run(spec: WorkerSpec, engine: Engine) -> Progress:
         for finished in engine.step():
             counter.add(finished)
             if finished.id in reading:
-                reading.remove(finished.id)
-                sample = given_sample(jobs[finished.id])
-                parts.add(jobs[finished.id].part, sample, packer and packer.pack(sample, finished.states))
-                continue
-            latest[finished.id] = finished
-            dialogues[finished.id].take(finished)
-            advance(finished.id)
+                parts.add(given(reading.pop(finished.id), finished.states))
+            else:
+                dialogues[finished.id].take(finished)
+                advance(finished.id)
     counter.report()
     return counter
 
