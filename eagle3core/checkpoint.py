@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from eagle3core.distributed import Ranks, put, whole
-from eagle3core.draft import Eagle3Draft
+from eagle3core.drafters.interface import Draft
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -44,7 +44,7 @@ class Progress:
 
 def save_checkpoint(
     folder: Path,
-    draft: Eagle3Draft,
+    draft: Draft,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     binding: Mapping[str, Any],
@@ -84,7 +84,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, draft: Eagle3Draft, optimizer: torch.optim.Optimizer, binding: Mapping[str, Any]
+    folder: Path, draft: Draft, optimizer: torch.optim.Optimizer, binding: Mapping[str, Any]
 ) -> Progress | None:
     """Take up the newest checkpoint; None where there is none.
 
@@ -126,7 +126,7 @@ def read_progress(folder: Path) -> Progress | None:
     return Progress(**json.loads((found[-1] / "state.json").read_text())["progress"]) if found else None
 
 
-def _trained(draft: Eagle3Draft) -> list[tuple[str, nn.Parameter]]:
+def _trained(draft: Draft) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in draft.named_parameters() if parameter.requires_grad]
 
 

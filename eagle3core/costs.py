@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle3core.decoding.drafter import Drafter
+from eagle3core.decoding.cached import DraftCache
 from eagle3core.decoding.propose import Chain, DynamicTree, Nothing, Proposer
 from eagle3core.decoding.target import TargetModel, prompt_block, tree_block
-from eagle3core.draft import Eagle3Draft
+from eagle3core.drafters import drafter_of
+from eagle3core.drafters.interface import Draft
 from eagle3core.verify import GREEDY, Sampling, distribution
 
 TARGET_SIZES = (1, 2, 4, 8, 16, 32, 48, 64)
@@ -109,7 +110,7 @@ def _choice(costs: Costs, proposer: Proposer, tau: float) -> Choice:
 @torch.no_grad()
 def measure_costs(
     target: TargetModel,
-    draft: Eagle3Draft,
+    draft: Draft,
     *,
     context: int,
     batch: int = 1,
@@ -137,7 +138,7 @@ class _Bench:
     def __init__(
         self,
         target: TargetModel,
-        draft: Eagle3Draft,
+        draft: Draft,
         context: int,
         batch: int,
         sampling: Sampling,
@@ -177,9 +178,9 @@ class _Bench:
     def _tokens(self, size: int) -> Tensor:
         return torch.randint(self._target.vocab_size, (self._batch, size), generator=self._generator)
 
-    def _drafters(self) -> list[Drafter]:
+    def _drafters(self) -> list[DraftCache]:
         """One for each call: a call leaves its nodes behind."""
-        fresh = [Drafter(self._draft, self._batch, self._room) for _ in range(self._repeats + 1)]
+        fresh = [drafter_of(self._draft).decoder(self._draft, self._batch, self._room) for _ in range(self._repeats + 1)]
         tokens = self._tokens(self._features.shape[1])
         for drafter in fresh:
             drafter.commit(self._features, tokens, self._counts)

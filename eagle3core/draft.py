@@ -23,6 +23,8 @@ class Eagle3Draft(nn.Module):
     map. Where D = V the map is the identity and is left out on export.
     """
 
+    drafter = "eagle3"
+
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config

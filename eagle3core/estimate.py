@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from eagle3core.acceptance import Mode, Response, Rounds
 from eagle3core.batch import Document
-from eagle3core.draft import Eagle3Draft
+from eagle3core.drafters import drafter_of
+from eagle3core.drafters.interface import Draft, Unrolling
 from eagle3core.packing import Chains, PackedBatch, draft_id_table, pack
 from eagle3core.teacher import OUTSIDE, TargetHead
 from eagle3core.textprobs import text_log_probs
-from eagle3core.unroll import Unroll
 
 _LOGITS_BYTES = 64 << 20  # one block of draft logits
 _KNOWN = 1e-4  # bounds this near are one value: half-precision log-probabilities do not tell them apart
@@ -55,13 +55,13 @@ class Estimate:
 
 @torch.no_grad()
 def estimate(
-    draft: Eagle3Draft,
+    draft: Draft,
     documents: Sequence[Document],
     responses: Sequence[Response],
     draft_length: int,
     *,
     proposal: Proposal = Proposal.GREEDY,
-    unroll: Unroll | None = None,
+    unroll: Unrolling | None = None,
     target_head: TargetHead | None = None,
     rows_per_pack: int = 8192,
 ) -> Estimate:
@@ -77,7 +77,7 @@ def estimate(
     usable = [(d, r) for d, r in zip(documents, responses, strict=True) if _has_round(d)]
     if not usable:
         raise ValueError("no document has two supervised tokens in a row: there is no round to estimate")
-    follow = _Follower(draft, draft_length, proposal, unroll or Unroll(), target_head)
+    follow = _Follower(draft, draft_length, proposal, unroll or drafter_of(draft).unroll(), target_head)
     spans: list[_Span] = []
     for group in _groups(usable, rows_per_pack):
         spans += follow([d for d, _ in group], [r for _, r in group])
@@ -132,22 +132,23 @@ def _groups(
 class _Follower:
     """Follows every chain of a pack through its steps."""
 
-    draft: Eagle3Draft
+    draft: Draft
     draft_length: int
     proposal: Proposal
-    unroll: Unroll
+    unroll: Unrolling
     target_head: TargetHead | None
 
     def __call__(self, documents: Sequence[Document], responses: Sequence[Response]) -> list[_Span]:
-        device = self.draft.fc.weight.device
+        device = self.draft.lm_head.weight.device
         draft_ids = draft_id_table(self.draft.t2d)
+        views = [drafter_of(self.draft).view(document) for document in documents]
         batch = pack(
-            documents, draft_ids.cpu(), self.draft_length, follow=Chains.SERVED, target_head=self.target_head
+            views, draft_ids.cpu(), self.draft_length, follow=Chains.SERVED, target_head=self.target_head
         )
         assert batch is not None  # every document has a round
-        text = _Text.of(documents, responses, batch, self) if self._samples(responses) else None
+        text = _Text.of(documents, views, responses, batch, self) if self._samples(responses) else None
         low, high, unknown = self._chances(batch.to(device), draft_ids, text)
-        return _spans(documents, responses, batch, low.cpu(), high.cpu(), unknown.cpu())
+        return _spans(documents, views, responses, batch, low.cpu(), high.cpu(), unknown.cpu())
 
     def _samples(self, responses: Sequence[Response]) -> bool:
         return self.proposal is Proposal.SAMPLED and any(r.temperature > 0 for r in responses)
@@ -187,16 +188,22 @@ class _Text:
 
     @classmethod
     def of(
-        cls, documents: Sequence[Document], responses: Sequence[Response], batch: PackedBatch, how: _Follower
+        cls,
+        documents: Sequence[Document],
+        views: Sequence[Document],
+        responses: Sequence[Response],
+        batch: PackedBatch,
+        how: _Follower,
     ) -> _Text:
-        vocab_size, device = how.draft.config.vocab_size, how.draft.fc.weight.device
+        vocab_size, device = how.draft.config.vocab_size, how.draft.lm_head.weight.device
         rows = torch.bincount(batch.document, minlength=len(documents)).tolist()
         low, high, temperature = [], [], []
-        for document, response, count in zip(documents, responses, rows, strict=True):
+        for document, view, response, count in zip(documents, views, responses, rows, strict=True):
             # Packed row r holds token r+1, which is what the target's row r was asked for. 
             bounds = text_log_probs(document, response.temperature or 1.0, vocab_size, how.target_head)
-            low.append(bounds.low[:count])
-            high.append(bounds.high[:count])
+            front = len(view.token_ids) - len(document.token_ids)  # rows of the view that the target has none of
+            low.append(F.pad(bounds.low, (front, 0))[:count])
+            high.append(F.pad(bounds.high, (front, 0))[:count])
             temperature.append(torch.full((count,), response.temperature))
         return cls(*(torch.cat(part).to(device) for part in (temperature, low, high)))
 
@@ -223,6 +230,7 @@ def _kept(logits: Tensor, wanted: Tensor, labels: Tensor, text: _Text | None) ->
 
 def _spans(
     documents: Sequence[Document],
+    views: Sequence[Document],
     responses: Sequence[Response],
     batch: PackedBatch,
     low: Tensor,
@@ -234,7 +242,8 @@ def _spans(
     lives = sum((torch.arange(len(chains)) < step.alive).long() for step in batch.steps)[order]
     document, position = batch.document[chains], batch.positions[chains]
     spans = []
-    for index, (item, response) in enumerate(zip(documents, responses, strict=True)):
+    for index, (whole, item, response) in enumerate(zip(documents, views, responses, strict=True)):
+        front = len(item.token_ids) - len(whole.token_ids)
         starts = (item.supervised & ~item.supervised.roll(1)).long()
         starts[0] = item.supervised[0]
         number = starts.cumsum(0)  # which span each token is of
@@ -246,7 +255,7 @@ def _spans(
             spans.append(
                 _Span(
                     replace(response, output_tokens=written),
-                    position[rows] + 2,
+                    position[rows] + 2 - front,
                     lives[rows],
                     low[order[rows]],
                     high[order[rows]],

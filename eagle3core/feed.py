@@ -8,9 +8,9 @@ while this one is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -78,8 +78,10 @@ class Feed:
         target_head: TargetHead | None = None,
         rank: int = 0,
         ranks: int = 1,
+        view: Callable[[Document], Document] = lambda document: document,
     ) -> None:
-        self._documents, self._config, self._head = documents, config, target_head
+        """view: a document as the draft's rows hold it (`Drafter.view`)."""
+        self._documents, self._config, self._head, self._view = documents, config, target_head, view
         self._draft_ids, self._rank, self._ranks = draft_ids, rank, ranks
         useful = torch.tensor(
             [i for i in range(len(documents)) if documents.supervised_counts[i] and documents.lengths[i] > 2]
@@ -110,18 +112,16 @@ class Feed:
         first = (number * self._ranks + self._rank) * config.accumulate
         batches = []
         for place in range(first, first + config.accumulate):
-            generator = torch.Generator().manual_seed(_seed(config.seed, place, salt=1))
-            documents = [self._documents[i] for i in self._bins[place % len(self._bins)]]
-            batches.append(
-                pack(
-                    documents,
-                    self._draft_ids,
-                    steps,
-                    anchor_share=config.anchor_share,
-                    generator=generator,
-                    target_head=self._head,
-                )
+            seed = _seed(config.seed, place, salt=1)
+            batch = pack(
+                [self._view(self._documents[i]) for i in self._bins[place % len(self._bins)]],
+                self._draft_ids,
+                steps,
+                anchor_share=config.anchor_share,
+                generator=torch.Generator().manual_seed(seed),
+                target_head=self._head,
             )
+            batches.append(batch and replace(batch, seed=seed))
         return StepBatches(steps, tuple(batches))
 
     def stream(self, first: int, stop: int) -> Iterator[StepBatches]:

@@ -50,6 +50,7 @@ class PackedBatch:
     row is of. chains: [C] int64, the row each begins at, longest-lived first, so that the chains alive at a
     step are a prefix. counts: [N] float64, labels per step before anchor sampling: what losses are divided
     by. anchor_share: share of chains that went past step 0; steps >= 1 weigh 1 / anchor_share.
+    seed: of whatever else is drawn for this batch.
     """
 
     tokens: Tensor
@@ -61,6 +62,7 @@ class PackedBatch:
     steps: tuple[PackedStep, ...]
     counts: Tensor
     anchor_share: float = 1.0
+    seed: int = 0
 
     def input_rows(self, step: int) -> Tensor:
         """Row whose token and position each alive chain reads at `step`, [alive]."""

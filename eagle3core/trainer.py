@@ -20,16 +20,14 @@ from eagle3core.acceptance import Response, summarise
 from eagle3core.batch import Document
 from eagle3core.checkpoint import Progress, load_checkpoint, save_checkpoint
 from eagle3core.distributed import Ranks, gradients_stay_local, sum_over_ranks, unwrap, whole_parameters, wrap
-from eagle3core.draft import Eagle3Draft
+from eagle3core.drafters import drafter_of
+from eagle3core.drafters.interface import Draft
 from eagle3core.estimate import estimate
-from eagle3core.export import save_draft
 from eagle3core.feed import DocumentSource, Feed, StepBatches
 from eagle3core.optimizer import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from eagle3core.packing import draft_id_table
 from eagle3core.teacher import TargetHead
 from eagle3core.training_config import TrainingConfig
-from eagle3core.ttt import TrainingTimeTest
-from eagle3core.unroll import Unroll
 
 DRY_STEPS = 2  # steps measured per TTT length where max_cpu_minutes has to become a number of steps
 
@@ -68,7 +66,7 @@ class Trainer:
 
     def __init__(
         self,
-        draft: Eagle3Draft,
+        draft: Draft,
         config: TrainingConfig,
         documents: DocumentSource,
         heldout: Sequence[Document],
@@ -81,14 +79,17 @@ class Trainer:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.device = torch.device(device)
+        self._drafter = drafter_of(draft)
+        config = self._drafter.settings(draft, config)
         self.config, self.heldout, self.folder = config, heldout, folder
         self.target_head = target_head.to(self.device) if target_head else None
         self.draft_length = draft_length or config.ttt_steps
         self.ranks = Ranks.current()
         self._notify = on_event
         dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        build = Unroll.compiled if config.compile else Unroll
-        self._unroll = build(dtype, recompute=config.activation_checkpointing)
+        self._unroll = self._drafter.unroll(
+            dtype, compiled=config.compile, recompute=config.activation_checkpointing
+        )
         draft.to(self.device)
         # Packing is on the CPU; only the batch travels.
         self.feed = Feed(
@@ -98,12 +99,10 @@ class Trainer:
             self.target_head,
             self.ranks.rank,
             self.ranks.count,
+            self._drafter.view,
         )
-        self.module = wrap(
-            TrainingTimeTest(draft, config.loss, config.step_decay, self._unroll),
-            config.sharding,
-            self.device,
-        )
+        trainee = self._drafter.trainee(draft, config, self._unroll)
+        self.module = wrap(trainee, config.sharding, self.device)
         self.draft = unwrap(self.module).draft
         self.optimizer = make_optimizer(self.module, config.betas, config.weight_decay)
         if config.deterministic:
@@ -214,7 +213,7 @@ class Trainer:
             elif not self.heldout:
                 best = replace(progress, best_step=progress.step)
             if self.ranks.first and best.best_step == progress.step:
-                save_draft(self.draft, self._best)
+                self._drafter.save(self.draft, self._best)
         return best
 
     def _acceptance(self) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from eagle3core.draft import Eagle3Draft
 from eagle3core.head_loss import RowResults, ScoredRows, head_loss
 from eagle3core.losses import LOSSES, Loss, RowLoss, Rows
 from eagle3core.packing import PackedBatch
-from eagle3core.unroll import Unroll
+from eagle3core.unroll import Unroll, Unrolling
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class TrainingTimeTest(nn.Module):
     """
 
     def __init__(
-        self, draft: Eagle3Draft, loss: str = "ce", step_decay: float = 0.8, unroll: Unroll | None = None
+        self, draft: nn.Module, loss: str = "ce", step_decay: float = 0.8, unroll: Unrolling | None = None
     ) -> None:
         super().__init__()
         self.draft = draft
@@ -57,8 +56,7 @@ class TrainingTimeTest(nn.Module):
         exchange of gradients.
         """
         if batch is None:
-            zero = sum(parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad)
-            return StepResult(zero, *torch.zeros(4, len(counts)))
+            return no_batch(self, len(counts))
         outputs = torch.cat(self.unroll(self.draft, batch))
         rows = ScoredRows.of(batch)
         weights = self._weights(batch, rows, outputs, batch.counts if counts is None else counts)
@@ -89,6 +87,12 @@ class TrainingTimeTest(nn.Module):
         alpha[rows.chain, rows.step] = results.alpha
         by_step = (1 / counts[:1].clamp_min(1) / share).float().to(outputs.device)
         return self.loss.chains(alpha)[rows.chain, rows.step] * by_step[rows.step]
+
+
+def no_batch(module: nn.Module, steps: int) -> StepResult:
+    """The result of no batch at all, whose loss of 0 reaches every trained parameter."""
+    zero = sum(parameter.sum() * 0 for parameter in module.parameters() if parameter.requires_grad)
+    return StepResult(zero, *torch.zeros(4, steps))
 
 
 def _no_loss(rows: Rows) -> RowLoss:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,19 +80,104 @@ def finish(layer: DraftLayer, weights: LayerWeights, attended: Tensor, hidden: T
     return hidden + swiglu_linear(gate_up, weights.down)
 
 
+class Unrolling(Protocol):
+    """How a draft's chains run over packed rows with the text as input. dtype: of the GEMMs; outputs are fp32."""
+
+    dtype: torch.dtype
+
+    def __call__(self, draft: Any, batch: PackedBatch) -> list[Tensor]:
+        """Outputs [alive, H] fp32 of each step with chains alive, in the order of `batch.chains`."""
+        ...
+
+
+class Cell(Protocol):
+    """One step of a recurrent draft, with its weights as one batch needs them.
+
+    tokens: what a row's input token gives to every step, [R, *]. start: a row's first hidden state, [R, H] fp32.
+    enter: hidden states and their rows' token parts -> the layer's input and residual, `state` [rows, H]. The
+    projections take `state`, its token parts, and cos and sin [rows, 1, d / 2]; what they return is [rows, heads, d].
+    finish: attention's output and residual -> output [rows, H] fp32. feedback: output -> the next hidden state.
+    """
+
+    def tokens(self, token_ids: Tensor) -> Tensor: ...
+
+    def start(self, features: Tensor) -> Tensor: ...
+
+    def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor: ...
+
+    def queries(self, state: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+    def keys_values(self, state: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def all_three(self, state: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def finish(self, attended: Tensor, state: Tensor) -> Tensor: ...
+
+    def feedback(self, output: Tensor) -> Tensor: ...
+
+
+class Eagle3Cell:
+    """EAGLE-3's layer: the hidden state is the residual as it is, and is normed beside the token's embedding."""
+
+    def __init__(self, draft: Eagle3Draft, run: Unroll) -> None:
+        self._draft, self._run = draft, run
+        self._layer, self._weights = draft.midlayer, LayerWeights.of(draft.midlayer, run.dtype)
+        self._heads, self._kv_heads = draft.config.num_attention_heads, draft.config.num_key_value_heads
+        self._width = self._heads * draft.config.head_dim
+
+    def tokens(self, token_ids: Tensor) -> Tensor:
+        norm = self._layer.input_layernorm
+        return norm_linear(self._draft.embed_tokens(token_ids), norm.eps, self._weights.token)
+
+    def start(self, features: Tensor) -> Tensor:
+        dtype = self._run.dtype
+        with torch.autocast(features.device.type, dtype, enabled=dtype != torch.float32):
+            return self._draft.fuse(features.to(self._draft.lm_head.weight.dtype)).float()
+
+    def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return hidden
+
+    def queries(self, state: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        queries, _ = self._project(slice(0, self._width), self._heads, state, tokens, cos, sin)
+        return queries
+
+    def keys_values(self, state: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self._project(slice(self._width, None), self._kv_heads, state, tokens, cos, sin)
+
+    def all_three(self, state: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        turned, values = self._project(slice(None), self._heads + self._kv_heads, state, tokens, cos, sin)
+        queries, keys = turned.split([self._heads, self._kv_heads], dim=1)
+        return queries, keys, values
+
+    def finish(self, attended: Tensor, state: Tensor) -> Tensor:
+        if self._run.recompute and torch.is_grad_enabled():
+            return checkpoint(self._run.finish, self._layer, self._weights, attended, state, use_reentrant=False)
+        return self._run.finish(self._layer, self._weights, attended, state)
+
+    def feedback(self, output: Tensor) -> Tensor:
+        # `draft.feedback`, remembering less
+        return rms_norm(output, self._draft.norm) if self._draft.config.norm_output else output
+
+    def _project(
+        self, part: slice, turned: int, state: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self._run.project(self._layer, self._weights.state[part], state, tokens[:, part], cos, sin, turned)
+
+
 @dataclass(frozen=True)
 class Unroll:
     """How to run it. dtype: of the GEMMs and of attention; the residual stream stays fp32. project, finish:
     or compiled forms of them.
 
     recompute: keep no activation of the layer's second half but make it again in backward (activation
-    checkpointing).
+    checkpointing). cell: makes the draft's `Cell` for a batch.
     """
 
     dtype: torch.dtype = torch.float32
     project: Callable[..., tuple[Tensor, Tensor]] = project
     finish: Callable[..., Tensor] = finish
     recompute: bool = False
+    cell: Callable[[Any, Unroll], Cell] = Eagle3Cell
 
     @classmethod
     def compiled(cls, dtype: torch.dtype = torch.float32, recompute: bool = False) -> Unroll:
@@ -100,50 +186,28 @@ class Unroll:
             dtype, torch.compile(project, dynamic=True), torch.compile(finish, dynamic=True), recompute
         )
 
-    def __call__(self, draft: Eagle3Draft, batch: PackedBatch) -> list[Tensor]:
+    def __call__(self, draft: Any, batch: PackedBatch) -> list[Tensor]:
         """Outputs [alive, H] fp32 of each step with chains alive, in the order of `batch.chains`."""
-        layer, weights = draft.midlayer, LayerWeights.of(draft.midlayer, self.dtype)
-        heads, kv_heads = draft.config.num_attention_heads, draft.config.num_key_value_heads
-        width = heads * draft.config.head_dim
-        tokens = self._token_part(draft, weights, batch.tokens)
+        cell = self.cell(draft, self)
+        tokens = cell.tokens(batch.tokens)
         cos, sin = draft.rope(batch.positions, self.dtype)
-        hidden = self._fuse(draft, batch.features)
-        keys, values = self.project(
-            layer, weights.state[width:], hidden, tokens[:, width:], cos, sin, kv_heads
-        )
-        hidden = hidden.index_select(0, batch.chains)
+        state = cell.enter(cell.start(batch.features), tokens)
+        keys, values = cell.keys_values(state, tokens, cos, sin)
+        state = state.index_select(0, batch.chains)
         diagonals: list[tuple[Tensor, Tensor]] = []
         outputs: list[Tensor] = []
         for number, step in enumerate(batch.steps):
             if not step.alive:
                 break
-            hidden, rows = hidden[: step.alive], batch.input_rows(number)
+            rows = batch.input_rows(number)
             own, angles = tokens.index_select(0, rows), (cos[rows], sin[rows])
             if number == 0:  # keys and values are there already, for every row
-                queries, _ = self.project(
-                    layer, weights.state[:width], hidden, own[:, :width], *angles, heads
-                )
+                state = state[: step.alive]
+                queries = cell.queries(state, own, *angles)
             else:
-                turned, own_values = self.project(
-                    layer, weights.state, hidden, own, *angles, heads + kv_heads
-                )
-                queries, own_keys = turned.split([heads, kv_heads], dim=1)
-                diagonals.append((own_keys, own_values))
+                state = cell.enter(cell.feedback(outputs[-1])[: step.alive], own)
+                queries, *own_keys_values = cell.all_three(state, own, *angles)
+                diagonals.append(tuple(own_keys_values))
             attended = ttt_attention(queries, keys, values, step.windows, diagonals)
-            outputs.append(self._finish(layer, weights, attended, hidden))
-            # `draft.feedback`, remembering less
-            hidden = rms_norm(outputs[-1], draft.norm) if draft.config.norm_output else outputs[-1]
+            outputs.append(cell.finish(attended, state))
         return outputs
-
-    def _fuse(self, draft: Eagle3Draft, features: Tensor) -> Tensor:
-        with torch.autocast(features.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return draft.fuse(features.to(draft.fc.weight.dtype)).float()
-
-    def _token_part(self, draft: Eagle3Draft, weights: LayerWeights, tokens: Tensor) -> Tensor:
-        norm = draft.midlayer.input_layernorm
-        return norm_linear(draft.embed_tokens(tokens), norm.eps, weights.token)
-
-    def _finish(self, layer: DraftLayer, weights: LayerWeights, attended: Tensor, hidden: Tensor) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.finish, layer, weights, attended, hidden, use_reentrant=False)
-        return self.finish(layer, weights, attended, hidden)

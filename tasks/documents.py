@@ -106,7 +106,8 @@ class States:
         """[T-1, stored * H] -> [T-1, read * H]: the same memory where all are read, else a copy."""
         if self.places is None:
             return features
-        return torch.cat([features[:, place * self.hidden_size :][:, : self.hidden_size] for place in self.places], dim=1)
+        parts = [features[:, place * self.hidden_size :][:, : self.hidden_size] for place in self.places]
+        return torch.cat([features[:, :0], *parts], dim=1)  # a draft may read none at all
 
 
 def to_document(sample: FeatureSample, states: States | None = None) -> Document:

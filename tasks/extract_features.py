@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from eagle3core.config import default_layer_ids
+from eagle3core.drafters import DRAFTERS
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
 from storage.features import FeatureSpec, FeatureWriter
 from storage.schemas import ResponseRow, from_table
@@ -44,8 +44,9 @@ def layer_ids(recipe: Recipe, target: TargetInfo) -> tuple[int, ...]:
 
 
 def draft_layer_ids(recipe: Recipe, target: TargetInfo) -> tuple[int, ...]:
-    """The states that the draft reads: all that are captured, or those among them that the recipe names."""
-    return recipe.draft.layer_ids or recipe.features.layer_ids or default_layer_ids(target.num_layers)
+    """The states that the draft reads: those that the recipe names, or its drafter's own."""
+    named = recipe.draft.layer_ids or recipe.features.layer_ids
+    return DRAFTERS[recipe.draft.drafter].layer_ids(target.num_layers, named)
 
 
 def feature_spec(recipe: Recipe, target: TargetInfo) -> FeatureSpec:

@@ -7,12 +7,16 @@ nothing else of the model is read.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from eagle3core.drafters.interface import TargetParts
 
 EMBEDDING, NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
 
@@ -26,6 +30,10 @@ class TargetWeights:
     embedding: Tensor
     head: Tensor
     norm: Tensor
+
+    def parts(self, config: Mapping[str, Any]) -> TargetParts:
+        """With the target's HF config beside them, as the drafters take them."""
+        return TargetParts(config.get("text_config", config), self.embedding, self.head, self.norm)
 
 
 def read_target_weights(folder: Path) -> TargetWeights:

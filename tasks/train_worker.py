@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from eagle3core.batch import Document
-from eagle3core.config import DraftConfig
-from eagle3core.draft import Eagle3Draft
+from eagle3core.drafters import DRAFTERS, drafter
+from eagle3core.drafters.interface import Draft
 from eagle3core.teacher import TargetHead
 from eagle3core.trainer import Trainer, TrainingEvent
 from eagle3core.training_config import TrainingConfig
@@ -68,11 +68,10 @@ def train(spec: TrainingSpec, device: torch.device) -> None:
     target = TargetInfo.from_dict(spec.target)
     reader = FeatureReader(Path(spec.features))
     split = split_train(reader.index, spec.train_share)
-    layers = tuple(spec.draft.get("layer_ids") or reader.spec.layer_ids)
-    documents = FeatureDocuments(reader, split.train, layers)
-    validation = FeatureDocuments(reader, split.validation, layers)
     weights = read_target_weights(Path(target.path))
     draft = build_draft(spec, target, reader, weights)
+    documents = FeatureDocuments(reader, split.train, draft.config.layer_ids)
+    validation = FeatureDocuments(reader, split.validation, draft.config.layer_ids)
     trainer = Trainer(
         draft,
         config,
@@ -105,9 +104,8 @@ def train(spec: TrainingSpec, device: torch.device) -> None:
 
 def build_draft(
     spec: TrainingSpec, target: TargetInfo, reader: FeatureReader, weights: TargetWeights
-) -> Eagle3Draft:
-    """The draft as it starts: of the target's shape, over the vocabulary, from the target's rows where that
-    is wanted.
+) -> Draft:
+    """The draft as it starts, of the drafter that the recipe names, over the vocabulary.
 
     Raises ValueError where features or vocabulary belong to another target.
     """
@@ -117,29 +115,19 @@ def build_draft(
             f"the features are of target {reader.spec.target_fingerprint}, this one is "
             f"{target.fingerprint}: extract again"
         )
-    config = DraftConfig.from_target(
-        target.config.get("text_config", target.config),
-        len(vocabulary),
-        tuple(spec.draft.get("layer_ids") or reader.spec.layer_ids),
-        fc_norm=spec.draft["fc_norm"],
-        norm_output=spec.draft["norm_output"],
-    )
-    draft = Eagle3Draft(config)
-    draft.set_vocabulary(vocabulary)
-    if spec.draft["start_from_target"]:
-        draft.start_from_target(weights.embedding, weights.head, weights.norm)
-    else:
-        draft.share_embedding(weights.embedding)
-    return draft
+    name = spec.draft["drafter"]
+    layers = DRAFTERS[name].layer_ids(target.num_layers, spec.draft.get("layer_ids") or reader.spec.layer_ids)
+    return drafter(name).build(weights.parts(target.config), vocabulary, layers, DRAFTERS[name].settings(spec.draft))
 
 
 def _target_head(
-    draft: Eagle3Draft, target: TargetInfo, reader: FeatureReader, weights: TargetWeights
+    draft: Draft, target: TargetInfo, reader: FeatureReader, weights: TargetWeights
 ) -> TargetHead | None:
     """Only documents that store hidden states need the target's head to make their distributions."""
     if reader.spec.teacher != "hidden":
         return None
-    return TargetHead.build(weights.head, weights.norm, draft.config.rms_norm_eps, draft.target_ids)
+    eps = weights.parts(target.config).config["rms_norm_eps"]
+    return TargetHead.build(weights.head, weights.norm, eps, draft.target_ids)
 
 
 def _has_round(document: Document) -> bool:

@@ -1,102 +1,31 @@
-"""The draft with a KV cache: rows of the text are committed, drafted nodes come and go.
+"""EAGLE-3's draft with a KV cache: row t holds the fused features t and token t+1, at position t.
 
-In: the target's features of accepted tokens. Out: logits over the draft vocabulary behind the text and
-behind every drafted node. Row t holds features t and token t+1, at position t; a node at depth i stands at
-position t+i and sees the committed rows, its ancestors and itself (algorithms, sections 2 and 3).
+In: the target's features of accepted tokens. Out: see `DraftCache`.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from eagle3core.decoding.target import Block, SlotCache, tree_block
-from eagle3core.draft import Eagle3Draft
+from eagle3core.decoding.cached import DraftCache
+from eagle3core.decoding.target import Block
 
 
-class Drafter:
-    """Drafts for B sequences at once. Node 0 of a round is the last committed row; `step` adds nodes 1, 2,
-    ...
-    """
+class Drafter(DraftCache):
+    """`fuse` makes the first hidden states, `feedback` the later ones."""
 
-    def __init__(self, draft: Eagle3Draft, batch: int, slots: int) -> None:
-        self._draft = draft
-        self._cache = SlotCache(batch, slots, layers=1)
-        self._ancestors = torch.zeros(batch, 0, 0, dtype=torch.bool)
-        self._outputs = torch.zeros(0)
-        self.logits = torch.zeros(0)  # [B, D], behind the text
+    def _start(self, features: Tensor) -> Tensor:
+        return self._draft.fuse(features)
 
-    @property
-    def target_ids(self) -> Tensor:
-        """Target id of every draft id, [D] int64."""
-        return self._draft.target_ids
-
-    def commit(self, features: Tensor, token_ids: Tensor, counts: Tensor) -> None:
-        """Take the text's next rows: features [B, m, 3H] and the tokens behind them [B, m], counts[b] of
-        each.
-
-        Drafted nodes are forgotten: what the cache keeps of the text comes from the target's features alone.
-        """
-        batch, rows = token_ids.shape
-        causal = torch.ones(rows, rows, dtype=torch.bool).tril().expand(batch, -1, -1)
-        order = torch.arange(rows).expand(batch, -1)
-        real = order < counts[:, None]
-        block = tree_block(token_ids, order, causal, real, self._cache)
-        weight = self._draft.fc.weight
-        outputs = self._run(self._draft.fuse(features.to(weight.device, weight.dtype)), block)
-        self._cache.lengths = self._cache.lengths + counts
-        self._outputs = outputs[torch.arange(batch), counts - 1][:, None]
-        self._ancestors = torch.ones(batch, 1, 1, dtype=torch.bool)
-        self.logits = self._draft.logits(self._outputs[:, 0])
-
-    def step(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        """Draft behind `token_ids` [B, m], children of the nodes `parents` [B, m]; returns logits [B, m, D].
-        """
-        batch, added = token_ids.shape
-        nodes = self._ancestors.shape[1]
-        rows = torch.arange(batch)[:, None]
-        old = self._ancestors[rows, parents]
-        seen = torch.cat([old, torch.eye(added, dtype=torch.bool).expand(batch, -1, -1)], dim=2)
-        above = F.pad(self._ancestors, (0, added))
-        self._ancestors = torch.cat([above, seen], dim=1)
-        block = self._nodes_block(token_ids, seen, nodes)
-        hidden = self._draft.feedback(self._outputs[rows, parents].flatten(0, 1)).unflatten(0, (batch, added))
-        outputs = self._run(hidden, block)
-        self._outputs = torch.cat([self._outputs, outputs], dim=1)
-        return self._draft.logits(outputs)
-
-    def select(self, rows: Tensor) -> None:
-        """Go on with these sequences [n] int64 alone."""
-        self._cache.select(rows)
-        self._ancestors, self._outputs = self._ancestors[rows], self._outputs[rows]
-        self.logits = self.logits[rows]
-
-    def _nodes_block(self, token_ids: Tensor, seen: Tensor, nodes: int) -> Block:
-        """The last nodes as a block. Node 0 is committed already, so node j lies j - 1 slots behind the
-        text.
-        """
-        added = token_ids.shape[1]
-        start = self._cache.lengths[:, None]
-        width = int(start.max()) + nodes - 1 + added
-        mask = (torch.arange(width) < start[:, :, None]).expand(-1, added, -1).clone()
-        places = start + torch.arange(nodes - 1 + added)
-        mask.scatter_(2, places[:, None, :].expand(-1, added, -1), seen[:, :, 1:])
-        # Depth 1 is the first drafted token, at position t + 1, where t is the last committed row.
-        positions = start - 1 + seen.sum(-1) - 1
-        return Block(token_ids, positions, places[:, nodes - 1 :], mask)
+    def _next(self, outputs: Tensor) -> Tensor:
+        return self._draft.feedback(outputs.flatten(0, 1)).unflatten(0, outputs.shape[:2])
 
     def _run(self, hidden: Tensor, block: Block) -> Tensor:
         """The layer's un-normed output [B, n, H] for hidden states [B, n, H]."""
-        layer, (batch, rows), device = self._draft.midlayer, block.token_ids.shape, hidden.device
+        layer, device = self._draft.midlayer, hidden.device
         flat = hidden.flatten(0, 1)
         x = layer.attention_input(self._draft.embed_tokens(block.token_ids.flatten().to(device)), flat)
         cos, sin = self._draft.rope(block.positions.flatten().to(device), flat.dtype)
-        apart = lambda tensor: tensor.unflatten(0, (batch, rows)).transpose(1, 2)
-        queries = apart(layer.self_attn.queries(x, cos, sin))
-        keys, values = (apart(part) for part in layer.self_attn.keys_values(x, cos, sin))
-        keys, values = self._cache.write(0, block.slots.to(device), keys, values, block.mask.shape[-1])
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=block.mask[:, None].to(device), enable_gqa=True
-        )
-        return layer.finish(attended.transpose(1, 2).flatten(0, 1), flat).unflatten(0, (batch, rows))
+        queries = layer.self_attn.queries(x, cos, sin)
+        attended = self._attend(0, block, queries, *layer.self_attn.keys_values(x, cos, sin))
+        return layer.finish(attended, flat).unflatten(0, hidden.shape[:2])

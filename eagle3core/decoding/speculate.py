@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from eagle3core.acceptance import Mode, Response, Rounds
-from eagle3core.decoding.drafter import Drafter
 from eagle3core.decoding.propose import Nothing, Proposer
 from eagle3core.decoding.target import TargetModel, TargetOutput, prompt_block, tree_block
 from eagle3core.decoding.tree import TokenTree
-from eagle3core.draft import Eagle3Draft
+from eagle3core.drafters import drafter_of
+from eagle3core.drafters.interface import Draft
 from eagle3core.verify import GREEDY, Sampling, Seeded, Verdict, distribution
 
 
@@ -62,7 +62,7 @@ class Generation:
 
 def speculate(
     target: TargetModel,
-    draft: Eagle3Draft | None,
+    draft: Draft | None,
     prompts: Sequence[Tensor],
     proposer: Proposer,
     decoding: Decoding,
@@ -87,7 +87,7 @@ class _Loop:
     def __init__(
         self,
         target: TargetModel,
-        draft: Eagle3Draft | None,
+        draft: Draft | None,
         prompts: list[Tensor],
         proposer: Proposer,
         decoding: Decoding,
@@ -100,7 +100,8 @@ class _Loop:
         self.running = list(range(len(prompts)))  # numbers of the generations in each row of the caches
         room = max(len(prompt) for prompt in prompts) + decoding.max_new_tokens + proposer.depth
         self._cache = target.new_cache(len(prompts), room + proposer.nodes)
-        self._drafter = Drafter(draft, len(prompts), room + proposer.steps) if draft is not None else None
+        slots = room + proposer.steps
+        self._drafter = drafter_of(draft).decoder(draft, len(prompts), slots) if draft is not None else None
         self._prefill(prompts)
 
     def _prefill(self, prompts: list[Tensor]) -> None:
@@ -117,6 +118,7 @@ class _Loop:
             self._write(row, [token])
             following[row, : len(prompt)] = torch.cat([prompt[1:].cpu(), torch.tensor([token])])
         if self._drafter is not None:
+            self._drafter.begin(torch.stack([prompt[0] for prompt in prompts]))
             self._drafter.commit(output.features, following, lengths)
         self._drop_finished()
 

@@ -7,15 +7,17 @@ first asked for.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eagle3core.config import default_layer_ids
 
 if TYPE_CHECKING:
-    from eagle3core.drafters.interface import Draft, Drafter
+    from eagle3core.drafters.interface import Draft, Drafter, TargetParts
 
 
 @dataclass(frozen=True)
@@ -73,3 +75,13 @@ def drafter(name: str) -> Drafter:
 def drafter_of(draft: Draft) -> Drafter:
     """The drafter that made `draft`."""
     return drafter(draft.drafter)
+
+
+def saved_drafter(folder: Path) -> Drafter:
+    """The drafter whose draft lies in `folder`: what its config.json names, EAGLE-3 where it names none."""
+    return drafter(json.loads((folder / "config.json").read_text()).get("drafter", "eagle3"))
+
+
+def load_draft(folder: Path, target: TargetParts) -> Any:
+    """The draft in `folder`, whichever it is. Raises ValueError naming every tensor that is missing or not known."""
+    return saved_drafter(folder).load(folder, target)
