@@ -44,15 +44,15 @@ def cross_entropy(rows: Rows) -> RowLoss:
 
 
 def negative_log_overlap(rows: Rows) -> RowLoss:
-    """LK alpha: -log sum min(p, q), the log of the chance that a sampled draft token is accepted."""
+    """LK alpha (LK losses, arXiv 2602.23881): -log sum min(p, q), the chance that a sampled draft token is accepted."""
     alpha = rows.alpha.clamp_min(torch.finfo(torch.float32).tiny)
     below = rows.q * (rows.q < rows.p)  # d alpha / d z_j = below_j - q_j sum(below)
     return RowLoss(-alpha.log(), below.sum(-1) / alpha, -below / alpha[:, None])
 
 
 def overlap_mix(rows: Rows) -> RowLoss:
-    """LK lambda: lambda CE + (1 - lambda) (1 - alpha), lambda = exp(-3 alpha) held constant: CE far away,
-    total variation near.
+    """LK lambda (the hybrid of arXiv 2602.23881): lambda CE + (1 - lambda) (1 - alpha), lambda = exp(-3 alpha)
+    held constant: CE far away, total variation near.
     """
     mix = (-3 * rows.alpha).exp()
     below = rows.q * (rows.q < rows.p)
@@ -66,7 +66,9 @@ def expected_acceptance(alpha: Tensor) -> Tensor:
     """Weights [C, N] under which -log alpha has the gradient of -E[accepted] = -sum_k prod_{j<=k} alpha_j
     (section 5).
 
-    alpha: [C, N], 0 where a step is not scored. d/d(log alpha_j) of the sum is the survival from j on.
+    alpha: [C, N], 0 where a step is not scored. d/d(log alpha_j) of the sum is the survival from j on. On cross-entropy
+    they are D-PACE's weights (arXiv 2605.18810: a position's share in the gradient of the expected accepted length),
+    with the overlap as the chance of acceptance.
     """
     return alpha.cumprod(1).flip(1).cumsum(1).flip(1)
 
