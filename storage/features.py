@@ -6,7 +6,9 @@ a sample) and a narrow `index.parquet` beside them; samples back as read-only vi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from storage.errors import DamagedPart, StorageError
 from storage.feature_spec import INDEX_SCHEMA, FeatureSample, FeatureSpec, wide_columns
 from storage.folder import PartFolder, why_damaged
 from storage.manifest import MANIFEST, ArtifactRef, read_manifest
 from storage.mapped import MappedParts
-from storage.pages import Column, PageWriter
+from storage.pages import Column, PageWriter, wide_digest
 from storage.schemas import SPANS
 
 __all__ = ["FeatureReader", "FeatureSample", "FeatureSpec", "FeatureWriter"]
@@ -34,6 +35,8 @@ ROW_GROUP_BYTES = 64 << 20
 LARGEST_VALUE = (1 << 31) - 1024
 # What a reader lets stay mapped: mapped pages count as its memory.
 MAPPED_BYTES = 256 << 20
+# What is read in and verified before its turn comes.
+AHEAD_BYTES = 32 << 20
 
 _TEXT = ("id", "conversation_id", "source", "split", "category", "finish_reason")
 _NARROW = [
@@ -43,8 +46,8 @@ _NARROW = [
     Column("n_supervised", "int32"),
     Column("spans", "binary"),
     Column("bytes", "int64"),
-    Column("checksum", "int64"),
 ]
+_CHECKSUM = Column("checksum", "int64", digest=True)
 
 
 class FeatureWriter:
@@ -54,7 +57,8 @@ class FeatureWriter:
         self._folder = folder
         self._spec = spec
         self._wide = wide_columns(spec)
-        self._columns = [*_NARROW, *(Column(wide.name, "binary", wide=True) for wide in self._wide)]
+        values = (Column(wide.name, "binary", wide=True) for wide in self._wide)
+        self._columns = [*_NARROW, *values, _CHECKSUM]
 
     def finished(self) -> set[int]:
         """Numbers of the parts that are there, this run's and an earlier, killed one's."""
@@ -118,14 +122,13 @@ class FeatureWriter:
         columns["n_supervised"] = [sum(end - start for start, end in sample.spans) for sample in samples]
         columns["spans"] = [np.array(sample.spans, "<i4").tobytes() for sample in samples]
         columns["bytes"] = [sum(array.nbytes for array in row) for row in values]
-        columns["checksum"] = [_checksum(row) for row in values]
         return columns
 
     def _index_rows(self, name: str) -> pa.Table:
         path = self._folder.folder / name
         try:
             file = pq.ParquetFile(path)
-            table = file.read(columns=[column.name for column in _NARROW])
+            table = file.read(columns=[column.name for column in (*_NARROW, _CHECKSUM)])
         except (OSError, pa.ArrowInvalid) as error:
             raise DamagedPart(path, str(error)) from None
         metadata = {key.decode(): value.decode() for key, value in (file.metadata.metadata or {}).items()}
@@ -158,7 +161,7 @@ class FeatureReader:
         self._tokens, self._part, self._row, self._bytes, self._checksums = (
             columns[name].to_numpy() for name in ("n_tokens", "part", "row", "bytes", "checksum")
         )
-        self._paths = {number: self.folder / _part_name(number) for number in np.unique(self._part).tolist()}
+        self._paths = {part: self.folder / _part_name(part) for part in np.unique(self._part).tolist()}
         self._span_offsets = columns["spans"].offsets.to_numpy()
         self._span_bounds = [column.to_numpy() for column in columns["spans"].values.flatten()]
         self._verified = np.zeros(len(self.index), bool)
@@ -174,21 +177,51 @@ class FeatureReader:
         """Sample i, its arrays read-only views of the part. Raises DamagedPart, IndexError."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        path, tokens, row = self._paths[self._part[i]], int(self._tokens[i]), int(self._row[i])
-        first = not self._verified[i]
-        values = self._parts.values(path, row, [wide.size(tokens) for wide in self._wide], first)
+        place, first = self._place(i), not self._verified[i]
+        values = self._parts.values(*place, first)
         if first:
-            if _checksum(values) != self._checksums[i]:
-                raise DamagedPart(path, f"row {row} does not agree with its checksum")
+            if wide_digest(values) != self._checksums[i]:
+                raise DamagedPart(place[0], f"row {place[1]} does not agree with its checksum")
             self._verified[i] = True
         arrays = {
             wide.name: np.frombuffer(value, wide.dtype).reshape(-1, *wide.shape)
             for wide, value in zip(self._wide, values, strict=True)
         }
         text = {name: column[i] for name, column in self._text.items()}
-        first, last = self._span_offsets[i : i + 2]
-        spans = list(zip(*(bounds[first:last].tolist() for bounds in self._span_bounds), strict=True))
+        start, end = self._span_offsets[i : i + 2]
+        spans = list(zip(*(bounds[start:end].tolist() for bounds in self._span_bounds), strict=True))
         return FeatureSample(**text, spans=spans, **arrays)
+
+    def stream(self, rows: Iterable[int], ahead_bytes: int = AHEAD_BYTES) -> Iterator[FeatureSample]:
+        """The samples `rows`, in their order; those that follow are read in and verified meanwhile.
+
+        At most `ahead_bytes`, and one sample, are in flight. What was verified before costs no thread. Raises as `read`
+        does, when the damaged sample's turn comes.
+        """
+        waiting: deque[tuple[int, Future[FeatureSample] | None]] = deque()
+        held = 0
+        pool = ThreadPoolExecutor(1, thread_name_prefix="features")
+        try:
+            for i in rows:
+                if not self._verified[i]:
+                    self._parts.read_ahead(*self._place(i))
+                waiting.append((i, None if self._verified[i] else pool.submit(self.read, i)))
+                held += self.size(i)
+                while held > ahead_bytes:
+                    held -= self.size(waiting[0][0])
+                    yield self._arrived(*waiting.popleft())
+            while waiting:
+                yield self._arrived(*waiting.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _arrived(self, i: int, coming: Future[FeatureSample] | None) -> FeatureSample:
+        return coming.result() if coming else self.read(i)
+
+    def _place(self, i: int) -> tuple[Path, int, list[int]]:
+        """Sample i's part, its row there, and the size of each of its wide values."""
+        tokens = int(self._tokens[i])
+        return self._paths[self._part[i]], int(self._row[i]), [wide.size(tokens) for wide in self._wide]
 
 
 def _read_index(folder: Path) -> tuple[pa.Table, FeatureSpec]:
@@ -217,14 +250,6 @@ def _listed(column: pa.Array) -> list[Any]:
     encoded = column.dictionary_encode()
     values = encoded.dictionary.to_pylist()
     return [values[code] for code in encoded.indices.to_numpy().tolist()]
-
-
-def _checksum(values: Sequence[Any]) -> int:
-    """xxh3-64 over a sample's wide values in their order, as a signed 64-bit integer."""
-    digest = xxhash.xxh3_64()
-    for value in values:
-        digest.update(value)
-    return int.from_bytes(digest.digest(), "big", signed=True)
 
 
 def _part_name(number: int) -> str:

@@ -15,9 +15,11 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 
 from storage import thrift
 from storage.folder import HashedFile
+from storage.page_index import encode_pages
 from storage.thrift import Field, Kind
 
 MAGIC = b"PAR1"
@@ -39,7 +41,20 @@ _PHYSICAL = {
     "int64": _INT64,
     "double": _DOUBLE,
 }
+_LENGTH = struct.Struct("<I")
 _NUMPY = {"int32": "<i4", "int64": "<i8", "double": "<f8"}
+
+
+def wide_digest(values: Sequence[Any]) -> int:
+    """xxh3-64 over a row's wide values in the order of their columns, as a signed 64-bit integer."""
+    digest = xxhash.xxh3_64()
+    for value in values:
+        digest.update(value)
+    return _signed(digest)
+
+
+def _signed(digest: Any) -> int:
+    return int.from_bytes(digest.digest(), "big", signed=True)
 
 
 class OtherLayout(ValueError):
@@ -48,11 +63,15 @@ class OtherLayout(ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """A required column. `wide`: a page of its own for every value, which must be a contiguous buffer."""
+    """A required column. `wide`: a page of its own for every value, which must be a contiguous buffer.
+
+    `digest`: the writer fills it in, with `wide_digest` of the row's wide values; it comes after them.
+    """
 
     name: str
     type: ColumnType
     wide: bool = False
+    digest: bool = False
 
 
 @dataclass
@@ -63,7 +82,7 @@ class _Chunk:
     offset: int
     values: int
     bytes: int = 0
-    pages: list[list[Field]] = field(default_factory=list)
+    pages: list[tuple[int, int, int]] = field(default_factory=list)
     index_offset: int = 0
     index_bytes: int = 0
 
@@ -79,20 +98,22 @@ class PageWriter:
         file.write(MAGIC)
 
     def row_group(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Append rows, given as one sequence of values for each column."""
-        rows = len(columns[self._columns[0].name])
-        if any(len(columns[column.name]) != rows for column in self._columns):
+        """Append rows, given as one sequence of values for each column that is not a digest."""
+        given = [column for column in self._columns if not column.digest]
+        rows = len(columns[given[0].name])
+        if any(len(columns[column.name]) != rows for column in given):
             raise ValueError("columns of one row group differ in length")
+        digests = [xxhash.xxh3_64() for _ in range(rows)]
         chunks = []
         for column in self._columns:
             chunk = _Chunk(column, self._file.tell(), rows)
-            values = columns[column.name]
             if column.wide:
-                for row, value in enumerate(values):
-                    view = memoryview(value).cast("B")
-                    self._page(chunk, row, 1, struct.pack("<I", len(view)), view)
+                for row, value in enumerate(columns[column.name]):
+                    self._wide_page(chunk, row, memoryview(value).cast("B"), digests[row])
             else:
-                self._page(chunk, 0, rows, b"", _plain(column, values))
+                values = [_signed(each) for each in digests] if column.digest else columns[column.name]
+                body = _plain(column, values)
+                chunk.pages.append((self._file.tell(), self._file.write(_page_header(len(body), rows) + body), 0))
             chunk.bytes = self._file.tell() - chunk.offset
             chunks.append(chunk)
         self._groups.append(chunks)
@@ -101,20 +122,17 @@ class PageWriter:
         """Write what makes the pages a Parquet file. The file itself stays open."""
         for chunk in (chunk for chunks in self._groups for chunk in chunks):
             chunk.index_offset = self._file.tell()
-            chunk.index_bytes = self._file.write(thrift.encode([Field(1, Kind.LIST, chunk.pages)]))
+            chunk.index_bytes = self._file.write(encode_pages(chunk.pages))
         footer = self._footer()
         self._file.write(footer + struct.pack("<I", len(footer)) + MAGIC)
 
-    def _page(self, chunk: _Chunk, first_row: int, rows: int, prefix: bytes, body: Any) -> None:
-        size = len(prefix) + len(body)
-        offset = self._file.tell()
-        header = _page_header(size, rows)
-        if prefix:
-            header = _padded(header, -(offset + len(header) + len(_PADDING) + len(prefix)) % ALIGNMENT)
-        self._file.write(header + prefix)
-        self._file.write(body)
-        location = [Field(1, Kind.I64, offset), Field(2, Kind.I32, len(header) + size)]
-        chunk.pages.append([*location, Field(3, Kind.I64, first_row)])
+    def _wide_page(self, chunk: _Chunk, row: int, value: memoryview, digest: Any) -> None:
+        offset, size = self._file.tell(), LENGTH_BYTES + len(value)
+        header = _page_header(size, 1)
+        header = _padded(header, -(offset + len(header) + len(_PADDING) + LENGTH_BYTES) % ALIGNMENT)
+        self._file.write(header + _LENGTH.pack(len(value)))
+        self._file.write(value, digest)
+        chunk.pages.append((offset, len(header) + size, row))
 
     def _footer(self) -> bytes:
         leaves = [

@@ -47,7 +47,7 @@ def encode(fields: Sequence[Field]) -> bytes:
             out.append(delta << 4 | field.kind)
         else:
             out.append(field.kind)
-            out += _varint(_zigzag(field.id))
+            out += varint(_zigzag(field.id))
         out += _encode_value(field.kind, field.value, field.items)
         last = field.id
     out.append(0)
@@ -67,15 +67,15 @@ def decode(data: bytes | memoryview) -> dict[int, Any]:
 
 def _encode_value(kind: Kind, value: Any, items: Kind) -> bytes:
     if kind in (Kind.I16, Kind.I32, Kind.I64):
-        return _varint(_zigzag(value))
+        return varint(_zigzag(value))
     if kind is Kind.BINARY:
         raw = value.encode() if isinstance(value, str) else bytes(value)
-        return _varint(len(raw)) + raw
+        return varint(len(raw)) + raw
     if kind is Kind.STRUCT:
         return encode(value)
     if kind is Kind.LIST:
         size = len(value)
-        head = bytes([size << 4 | items]) if size < 15 else bytes([0xF0 | items]) + _varint(size)
+        head = bytes([size << 4 | items]) if size < 15 else bytes([0xF0 | items]) + varint(size)
         return head + b"".join(_encode_value(items, each, Kind.STRUCT) for each in value)
     raise ValueError(f"no encoding for {kind!r}")
 
@@ -84,7 +84,8 @@ def _zigzag(value: int) -> int:
     return value << 1 ^ value >> 63
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; negative numbers as 64 bits."""
     value &= 0xFFFFFFFFFFFFFFFF
     out = bytearray()
     while value > 0x7F:
