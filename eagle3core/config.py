@@ -25,8 +25,9 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
 class DraftConfig:
     """Everything a server needs to rebuild the draft; each value is written out in full on export.
 
-    `layer_ids` are indices into the target's HF `hidden_states`. `fc_norm` and `norm_output` are the two flags
-    of EAGLE-3.1: an RMSNorm per captured state before `fc`, and the post-norm output fed back.
+    `layer_ids` are indices into the target's HF `hidden_states`: three, or the last one alone. `fc_norm` and
+    `norm_output` are the two flags of EAGLE-3.1: an RMSNorm per captured state before `fc`, and the post-norm output
+    fed back.
     """
 
     hidden_size: int
@@ -39,7 +40,7 @@ class DraftConfig:
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int
-    layer_ids: tuple[int, int, int]
+    layer_ids: tuple[int, ...]
     rope_scaling: dict[str, Any] | None = None
     target_hidden_size: int | None = None
     fc_norm: bool = False
@@ -59,20 +60,20 @@ class DraftConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even: RoPE rotates pairs")
-        if len(self.layer_ids) != 3:
-            raise ValueError(f"layer_ids {self.layer_ids}: EAGLE-3 heads take exactly three states")
+        if len(self.layer_ids) not in (1, 3):
+            raise ValueError(f"layer_ids {self.layer_ids}: servers give a head exactly three states, or the last one alone")
 
     @property
     def feature_size(self) -> int:
-        """Width of one row of captured features: three target states side by side."""
-        return 3 * (self.target_hidden_size or self.hidden_size)
+        """Width of one row of captured features: the target states side by side."""
+        return len(self.layer_ids) * (self.target_hidden_size or self.hidden_size)
 
     @classmethod
     def from_target(
         cls,
         target: Mapping[str, Any],
         draft_vocab_size: int,
-        layer_ids: tuple[int, int, int] | None = None,
+        layer_ids: tuple[int, ...] | None = None,
         **overrides: Any,
     ) -> DraftConfig:
         """A draft of the target's own shape, from the target's HF config as a dict.
@@ -117,7 +118,7 @@ class DraftConfig:
             "tie_word_embeddings": False,
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": layer_ids,
-                "use_aux_hidden_state": True,
+                "use_aux_hidden_state": len(layer_ids) > 1,  # one alone is the target's own last state
                 "layer_id_convention": LAYER_ID_CONVENTION,
             },
         }

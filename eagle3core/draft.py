@@ -125,10 +125,11 @@ class DraftLayer(nn.Module):
 class DraftAttention(nn.Module):
     """The projections of grouped-query attention; who attends to whom is the caller's."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, width: int | None = None) -> None:
+        """width: of what the projections read; twice the hidden size where not given."""
         super().__init__()
         self.head_dim = config.head_dim
-        width = 2 * config.hidden_size
+        width = width or 2 * config.hidden_size
         self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=False)

@@ -58,6 +58,9 @@ class Line:
 
 
 DRAFTERS: dict[str, Line] = {
+    "eagle1": Line("eagle3core.drafters.eagle1:Eagle1", "last", {"noise": 0.2, "token_weight": 0.1}),
+    "eagle2": Line("eagle3core.drafters.eagle1:Eagle2", "last", {"noise": 0.2, "token_weight": 0.1}, weights_of="eagle1"),
+    "eagle2-ttt": Line("eagle3core.drafters.eagle2_ttt:Eagle2Ttt", "last"),
     "eagle3": Line("eagle3core.drafters.eagle3:Eagle3"),
     "eagle3.1": Line("eagle3core.drafters.eagle3:Eagle3", means={"fc_norm": True, "norm_output": True}),
 }

@@ -28,6 +28,12 @@ class Eagle3(Drafter):
     ) -> Eagle3Draft:
         flags = {name: settings[name] for name in ("fc_norm", "norm_output")}
         draft = Eagle3Draft(DraftConfig.from_target(target.config, len(vocabulary), tuple(layer_ids), **flags))
+        return self._start(draft, target, vocabulary, settings)
+
+    def _start(
+        self, draft: Eagle3Draft, target: TargetParts, vocabulary: Tensor, settings: Mapping[str, Any]
+    ) -> Any:
+        """Give a new draft its vocabulary and what it takes from the target."""
         draft.set_vocabulary(vocabulary)
         if settings["start_from_target"]:
             draft.start_from_target(target.embedding, target.head, target.norm)

@@ -20,7 +20,7 @@ from eagle3core.decoding.target import Block, SlotCache, TargetOutput, prompt_bl
 class HuggingFaceTarget:
     """Any decoder that takes a 4D mask and position ids as Llama does (Llama, Mistral, Qwen2, Qwen3)."""
 
-    def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, int, int]) -> None:
+    def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, ...]) -> None:
         self._model = model.eval()
         self._layers = model.config.get_text_config().num_hidden_layers
         self._layer_ids = self._known(layer_ids)
@@ -31,7 +31,7 @@ class HuggingFaceTarget:
             module.register_forward_pre_hook(self._keeper(layer))
 
     @classmethod
-    def load(cls, folder: Path, layer_ids: tuple[int, int, int], dtype: torch.dtype) -> HuggingFaceTarget:
+    def load(cls, folder: Path, layer_ids: tuple[int, ...], dtype: torch.dtype) -> HuggingFaceTarget:
         """From a Hugging Face folder, on the first GPU where there is one."""
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
         return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"), layer_ids)
@@ -46,7 +46,7 @@ class HuggingFaceTarget:
     def forward(self, block: Block, cache: SlotCache) -> TargetOutput:
         return self._run(block, cache, self._layer_ids)
 
-    def capture(self, texts: Sequence[Tensor], layer_ids: tuple[int, int, int]) -> list[Tensor]:
+    def capture(self, texts: Sequence[Tensor], layer_ids: tuple[int, ...]) -> list[Tensor]:
         """Features [T - 1, 3H] of every text [T] at any three layers, all texts in one padded batch."""
         cache = self.new_cache(len(texts), max(len(text) for text in texts))
         output = self._run(prompt_block([text[:-1] for text in texts], cache), cache, self._known(layer_ids))
@@ -67,7 +67,7 @@ class HuggingFaceTarget:
         return Document(name, text, supervised, output.features[0].cpu(), teacher)
 
     @torch.no_grad()
-    def _run(self, block: Block, cache: SlotCache, layer_ids: tuple[int, int, int]) -> TargetOutput:
+    def _run(self, block: Block, cache: SlotCache, layer_ids: tuple[int, ...]) -> TargetOutput:
         device = self._model.device
         mask = block.mask.to(device)[:, None]
         self._wanted = layer_ids
@@ -80,12 +80,13 @@ class HuggingFaceTarget:
             past_key_values=_BlockCache(cache, block.slots.to(device), mask.shape[-1]),
             use_cache=True,
         )
-        features = torch.cat([self._captured[layer] for layer in layer_ids], dim=-1)
+        # Nothing captured is a draft that reads tokens alone: features of width 0.
+        features = torch.cat([output.logits[..., :0], *(self._captured[layer] for layer in layer_ids)], dim=-1)
         self._wanted = ()
         self._captured.clear()
         return TargetOutput(output.logits, features)
 
-    def _known(self, layer_ids: tuple[int, int, int]) -> tuple[int, int, int]:
+    def _known(self, layer_ids: tuple[int, ...]) -> tuple[int, ...]:
         for layer in layer_ids:
             if not 0 <= layer <= self._layers:
                 raise ValueError(f"layer id {layer} is not in 0..{self._layers}, the target's hidden states")
