@@ -20,9 +20,9 @@ import pyarrow as pa
 import torch
 
 from eagle3core.acceptance import Response, Rounds, summarise
-from eagle3core.draft import Eagle3Draft
+from eagle3core.drafters import load_draft
+from eagle3core.drafters.interface import Draft
 from eagle3core.estimate import Estimate, Proposal, estimate
-from eagle3core.export import load_draft
 from eagle3core.groups import by_category, by_context, by_output
 from eagle3core.teacher import TargetHead
 from storage.features import FeatureReader
@@ -56,7 +56,7 @@ def evaluate(spec: EvaluationSpec) -> Evaluation:
     """Evaluate and write everything. Raises ValueError where there is no held-out answer."""
     target = TargetInfo.from_dict(spec.target)
     weights = read_target_weights(Path(target.path))
-    draft = load_draft(Path(spec.draft), weights.embedding).eval()
+    draft = load_draft(Path(spec.draft), weights.parts(target.config)).eval()
     head = TargetHead.build(weights.head, weights.norm, target.config["rms_norm_eps"], draft.target_ids)
     reader = FeatureReader(Path(spec.features))
     temperatures = heldout_temperatures(reader)
@@ -151,7 +151,7 @@ def rounds_table(rounds: Rounds) -> pa.Table:
     )
 
 
-def coverage(heldout: Sequence[HeldoutDocument], draft: Eagle3Draft) -> list[Coverage]:
+def coverage(heldout: Sequence[HeldoutDocument], draft: Draft) -> list[Coverage]:
     """Supervised held-out tokens that the draft vocabulary holds, by category."""
     tokens: dict[str, int] = {}
     covered: dict[str, int] = {}
