@@ -22,7 +22,10 @@ from storage.schemas import SPANS
 SCHEMA_VERSION = 1
 
 _SPEC_KEY = "draftline.features"
-_DTYPES = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
+_FLOATS = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
+# One byte a number, and a scale for every token and layer beside them.
+_QUANTISED = {"fp8_e4m3": np.dtype("u1"), "int8": np.dtype("i1")}
+_DTYPES = _FLOATS | _QUANTISED
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -53,12 +56,13 @@ class FeatureSpec:
 
     `layer_ids` index Hugging Face's `hidden_states` (0 is the embedding). `teacher` "topk":
     log-probabilities of the `teacher_k` likeliest tokens and the log of the remaining mass; "hidden": the
-    last state before the final norm.
+    last state before the final norm. A state of dtype "fp8_e4m3" or "int8" is its code times the scale of its
+    token and layer; a hidden teacher is bfloat16 then.
     """
 
     hidden_size: int
     layer_ids: tuple[int, ...]
-    dtype: Literal["bfloat16", "float16", "float32"]
+    dtype: Literal["bfloat16", "float16", "float32", "fp8_e4m3", "int8"]
     teacher: Literal["topk", "hidden"]
     teacher_k: int
     target_fingerprint: str
@@ -72,8 +76,13 @@ class FeatureSpec:
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """The type raw states travel in: uint16 holds bfloat16's bits."""
+        """The type captured states travel in: uint16 holds bfloat16's bits, uint8 e4m3's."""
         return _DTYPES[self.dtype]
+
+    @property
+    def teacher_dtype(self) -> np.dtype:
+        """The type a hidden teacher travels in: it is never quantised, as the loss is made from it."""
+        return _FLOATS.get(self.dtype, _FLOATS["bfloat16"])
 
     @property
     def bytes_per_token(self) -> int:
@@ -116,10 +125,15 @@ class WideColumn:
 
 def wide_columns(spec: FeatureSpec) -> list[WideColumn]:
     """The wide columns of a store, in the order they are stored and checksummed."""
-    raw, states = spec.numpy_dtype, len(spec.layer_ids) * spec.hidden_size
-    columns = [WideColumn("token_ids", np.dtype("<i4"), (), 0), WideColumn("features", raw, (states,), 1)]
+    raw, layers = spec.numpy_dtype, len(spec.layer_ids)
+    columns = [
+        WideColumn("token_ids", np.dtype("<i4"), (), 0),
+        WideColumn("features", raw, (layers * spec.hidden_size,), 1),
+    ]
+    if spec.dtype in _QUANTISED:
+        columns.append(WideColumn("feature_scales", np.dtype("<f4"), (layers,), 1))
     if spec.teacher == "hidden":
-        return [*columns, WideColumn("teacher_hidden", raw, (spec.hidden_size,), 1)]
+        return [*columns, WideColumn("teacher_hidden", spec.teacher_dtype, (spec.hidden_size,), 1)]
     return [
         *columns,
         WideColumn("teacher_ids", np.dtype("<i4"), (spec.teacher_k,), 1),
@@ -133,9 +147,9 @@ class FeatureSample:
     """One sample of T tokens. Row t of every [T-1, ...] array belongs to token t (of the teacher: to token
     t+1's distribution).
 
-    spans: [start, end) of tokens that the target wrote. features: [T-1, 3H] raw. The teacher is either ids
-    [T-1, k] int32, log_probs [T-1, k] float16 and rest [T-1] float32, or hidden [T-1, H] raw; the others are
-    None.
+    spans: [start, end) of tokens that the target wrote. features: [T-1, 3H] raw; feature_scales: [T-1, 3] float32
+    where they are quantised. The teacher is either ids [T-1, k] int32, log_probs [T-1, k] float16 and rest [T-1]
+    float32, or hidden [T-1, H] raw. What a store has not is None.
     """
 
     id: str
@@ -152,3 +166,4 @@ class FeatureSample:
     teacher_log_probs: np.ndarray | None = None
     teacher_rest: np.ndarray | None = None
     teacher_hidden: np.ndarray | None = None
+    feature_scales: np.ndarray | None = None

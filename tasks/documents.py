@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eagle3core.batch import Document, HiddenTeacher, Teacher, TopKTeacher
 from storage.features import FeatureReader, FeatureSample, FeatureSpec
+from tasks.quantised import dequantise
 
 VALIDATION_SHARE = 0.03
 VALIDATION_MOST = 24
@@ -111,7 +112,9 @@ class States:
 
 
 def to_document(sample: FeatureSample, states: States | None = None) -> Document:
-    """Features and teacher share the sample's memory; token ids become int64 and spans a mask, [T] each."""
+    """Features and teacher share the sample's memory (quantised features become bfloat16); token ids become int64 and
+    spans a mask, [T] each.
+    """
     supervised = torch.zeros(len(sample.token_ids), dtype=torch.bool)
     for start, end in sample.spans:
         supervised[start:end] = True
@@ -119,7 +122,7 @@ def to_document(sample: FeatureSample, states: States | None = None) -> Document
         id=sample.id,
         token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
         supervised=supervised,
-        features=states.of_row(as_tensor(sample.features)) if states else as_tensor(sample.features),
+        features=states.of_row(_features(sample)) if states else _features(sample),
         teacher=_teacher(sample),
     )
 
@@ -134,6 +137,11 @@ def as_tensor(raw: np.ndarray) -> Tensor:
     if raw.dtype == np.uint16:
         return torch.from_dlpack(raw.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(raw)
+
+
+def _features(sample: FeatureSample) -> Tensor:
+    features = as_tensor(sample.features)
+    return features if sample.feature_scales is None else dequantise(features, as_tensor(sample.feature_scales))
 
 
 def _teacher(sample: FeatureSample) -> Teacher:
@@ -200,7 +208,7 @@ def heldout_documents(
         for row, (name, split, value, supervised) in enumerate(zip(*columns, strict=True))
         if split == "heldout" and supervised and value == temperature
     )
-    samples = (reader.read(row) for _, row in rows)
+    samples = reader.stream([row for _, row in rows])
     return [
         # Sets without categories of their own are told apart by their source.
         HeldoutDocument(

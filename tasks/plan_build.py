@@ -23,7 +23,7 @@ from tasks import prepare_conversations
 from tasks.engines.pool import cuda_devices, engine_count
 from tasks.engines.rates import engine_seconds
 from tasks.evaluation_sets import EvaluationSetError
-from tasks.extract_features import layer_ids, made_by_responses
+from tasks.extract_features import feature_spec, made_by_responses
 from tasks.prepare_conversations import ConversationsError
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import Recipe, RecipeError, load_recipe
@@ -37,7 +37,6 @@ from tasks.train_draft import CPU_RATE, GPU_RATE, multiply_adds
 # Share of the new-token limit that an answer fills: SmolLM2 at a limit of 160 fills 0.85, and longer limits
 # less.
 FILLED_SHARE = 0.8
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESPONSE_BYTES_PER_TOKEN = 8  # ids as int32 and the text beside them
 GIB = 1024**3
 
@@ -54,11 +53,7 @@ class Expected:
 
 def feature_bytes_per_token(recipe: Recipe, target: TargetInfo) -> int:
     """Bytes that one token takes in the features artifact: the states and the teacher."""
-    width = BYTES[recipe.features.dtype]
-    # Top-k: ids, log-probabilities in half precision, the rest.
-    topk = recipe.features.teacher_k * (4 + 2) + 4
-    teacher = target.hidden_size * width if recipe.features.teacher == "hidden" else topk
-    return 4 + len(layer_ids(recipe, target)) * target.hidden_size * width + teacher
+    return feature_spec(recipe, target).bytes_per_token
 
 
 def expect(recipe: Recipe, target: TargetInfo, statistics: Sequence[SourceStatistics]) -> list[Expected]:

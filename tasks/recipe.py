@@ -90,7 +90,9 @@ class Features(Section):
 
     engine: Literal["vllm", "huggingface"] = "vllm"
     layer_ids: tuple[int, ...] | None = Field(None, description="Indices into HF hidden_states; empty: what the draft reads")
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32", "fp8_e4m3", "int8"] = Field(
+        "bfloat16", description="fp8_e4m3 and int8 are one byte a number, with a scale for every token and layer"
+    )
     teacher: Literal["topk", "hidden"] = "topk"
     teacher_k: Positive = Field(16, description="Target log-probabilities stored per token, for teacher topk")
 

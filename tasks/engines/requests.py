@@ -51,7 +51,7 @@ class CaptureOptions:
     """What is kept of the target's states. `layer_ids` index HF hidden_states, in stored order."""
 
     layer_ids: tuple[int, ...]
-    dtype: str  # "bfloat16" | "float16" | "float32"
+    dtype: str  # "bfloat16" | "float16" | "float32" | "fp8_e4m3" | "int8"
     teacher: str  # "topk" | "hidden"
     teacher_k: int
 

@@ -23,6 +23,7 @@ from tasks.engines.dialogue import Dialogue, given
 from tasks.engines.requests import CaptureOptions, Engine, Finished, Job, Outcome, Request, Sample, WorkerSpec
 from tasks.engines.teacher import TargetHead
 from tasks.processes import emit
+from tasks.quantised import LARGEST, quantise
 from tasks.templates import Template
 
 # A float16 has no -inf that survives a product with zero; this is its lowest, and its exp is 0.
@@ -34,7 +35,8 @@ class Packer:
 
     def __init__(self, capture: CaptureOptions, folder: Path) -> None:
         self._capture = capture
-        self._dtype = getattr(torch, capture.dtype)
+        # A hidden teacher is never quantised: the loss is made from it.
+        self._dtype = torch.bfloat16 if capture.dtype in LARGEST else getattr(torch, capture.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._head = TargetHead.load(folder, device) if capture.teacher == "topk" else None
 
@@ -43,10 +45,9 @@ class Packer:
         if states is None or len(states) != len(sample.token_ids) - 1:
             rows = "no" if states is None else len(states)
             raise RuntimeError(f"{sample.id}: {rows} rows of states for {len(sample.token_ids)} tokens")
-        features = states[:, :-1].flatten(1).to(self._dtype)
-        last = states[:, -1]
+        features, last = self._features(states[:, :-1]), states[:, -1]
         if self._head is None:
-            return {"features": features, "teacher_hidden": last.to(self._dtype).contiguous()}
+            return features | {"teacher_hidden": last.to(self._dtype).contiguous()}
         # Row t is the distribution of token t + 1: only those of tokens that the target wrote are ever a
         # label.
         rows = torch.zeros(len(states), dtype=torch.bool)
@@ -58,8 +59,13 @@ class Packer:
         rest = torch.zeros(len(states))
         top = self._head.top_k(last[rows], k)
         ids[rows], log_probs[rows], rest[rows] = top.ids, top.log_probs.clamp(min=NEVER).half(), top.rest
-        return {"features": features, "teacher_ids": ids, "teacher_log_probs": log_probs, "teacher_rest":
-        rest}
+        return features | {"teacher_ids": ids, "teacher_log_probs": log_probs, "teacher_rest": rest}
+
+    def _features(self, states: Tensor) -> dict[str, Tensor]:
+        if self._capture.dtype in LARGEST:
+            codes, scales = quantise(states, self._capture.dtype)
+            return {"features": codes, "feature_scales": scales}
+        return {"features": states.flatten(1).to(self._dtype)}
 
 
 class Parts:

@@ -49,7 +49,8 @@ def make_sample(number: int, spec: FeatureSpec, tokens: int | None = None) -> Fe
         teacher_ids=bits(rows, spec.teacher_k, dtype=np.dtype("<i4")) if topk else None,
         teacher_log_probs=bits(rows, spec.teacher_k, dtype=np.dtype("<f2")) if topk else None,
         teacher_rest=bits(rows, dtype=np.dtype("<f4")) if topk else None,
-        teacher_hidden=None if topk else bits(rows, spec.hidden_size),
+        teacher_hidden=None if topk else bits(rows, spec.hidden_size, dtype=spec.teacher_dtype),
+        feature_scales=bits(rows, 3, dtype=np.dtype("<f4")) if raw.itemsize == 1 else None,
     )
 
 

@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> ArtifactStore:
 
 
 @pytest.mark.parametrize("teacher", ["topk", "hidden"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "fp8_e4m3", "int8"])
 def test_samples_come_back_to_the_bit(store: ArtifactStore, dtype: str, teacher: str):
     spec = make_spec(dtype, teacher)
     samples = [make_sample(number, spec) for number in range(20)]
@@ -128,6 +128,10 @@ def test_bytes_per_token_are_what_they_cost(store: ArtifactStore):
     assert spec.bytes_per_token == 3 * 576 * 2 + 16 * 6 + 4 + 4
     ref = write_features(store, spec, [make_sample(number, spec, tokens=300) for number in range(8)])
     assert store.manifest(ref).summary["bytes_per_token"] < 3600
+    small = make_spec("fp8_e4m3", hidden_size=576, teacher_k=16)
+    assert small.bytes_per_token == 3 * 576 + 3 * 4 + 16 * 6 + 4 + 4
+    ref = write_features(store, small, [make_sample(number, small, tokens=300) for number in range(8)], name="bb")
+    assert store.manifest(ref).summary["bytes_per_token"] < 2000
 
 
 @pytest.mark.parametrize(
