@@ -17,6 +17,7 @@ NAME = ".worker"
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
     path = folder / NAME
-    path.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(path, ignore_errors=True)  # of a run that failed or was killed: what was on its way is made again
+    path.mkdir(parents=True)
     yield path
     shutil.rmtree(path)

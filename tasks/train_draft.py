@@ -3,7 +3,8 @@
 In: features and a vocabulary. Out: a draft artifact: draft/ (model.safetensors and config.json as servers
 load them) and training/ (metrics.jsonl, best/, checkpoint/). The work is `tasks.train_worker`'s, in a process
 of its own, one for each GPU. A killed run leaves its checkpoints in the artifact's partial folder; the next
-run goes on from the newest.
+run goes on from the newest. With `store.window_gb` training goes in legs, over the features that are there
+(tasks/streaming).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tasks.recipe import Recipe
 from tasks.scratch import scratch
 from tasks.stage import Plan, Stage, run_plan
 from tasks.stage_task import duration, stage_task
+from tasks.streaming.costs import streaming_seconds
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,8 @@ class TrainingSpec:
     """What the worker is told; JSON-able.
 
     draft, training: the recipe's sections. chain_length: the best checkpoint is chosen by the tau of such
-    chains. train_share: of the training conversations.
+    chains. train_share: of the training conversations. window, until: of one leg over streamed features, the
+    folder of what it reads and the optimizer step to stop at.
     """
 
     target: dict[str, Any]
@@ -56,6 +59,8 @@ class TrainingSpec:
     training: dict[str, Any]
     chain_length: int
     train_share: float = 1.0
+    window: str = ""
+    until: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,6 +99,8 @@ def estimate(
     seconds = chains * training.ttt_steps * multiply_adds(target, size) / rate
     if training.max_cpu_minutes is not None and not gpus:
         seconds = min(seconds, 60 * training.max_cpu_minutes / cores)
+    if recipe.store.window_gb is not None:
+        seconds += streaming_seconds(recipe, target, summary["tokens"], share * training.epochs)
     return START_SECONDS + seconds
 
 
@@ -118,20 +125,35 @@ def run(
         chain_length=recipe.evaluation.chain_length,
         train_share=recipe.data.train_share,
     )
-    work = plan(recipe, target, features, vocabulary)
-    return run_plan(work, store, lambda writer: _train(writer, spec, recipe.name))
+
+    def work(writer: ArtifactWriter) -> dict[str, Any]:
+        leg = lambda window="", until=None: _leg(writer, replace(spec, window=str(window), until=until))
+        folder = writer.folder / TRAINING_FOLDER
+        if any((folder / "checkpoint").glob("step-*")):
+            log.info("going on from the checkpoint of an earlier run")
+        if recipe.store.window_gb is None:
+            return _finish(writer, leg(), recipe.name)
+        from tasks.streaming.legs import train_in_legs
+
+        result = train_in_legs(recipe, target, store, features, writer.folder, folder, leg)
+        return _finish(writer, result, recipe.name)
+
+    return run_plan(plan(recipe, target, features, vocabulary), store, work)
 
 
-def _train(writer: ArtifactWriter, spec: TrainingSpec, recipe: str) -> dict[str, Any]:
-    folder = writer.folder / TRAINING_FOLDER
-    if any((folder / "checkpoint").glob("step-*")):
-        log.info("going on from the checkpoint of an earlier run")
+def _leg(writer: ArtifactWriter, spec: TrainingSpec) -> dict[str, Any]:
+    """Train to the spec's step, or to the end; what the worker came to."""
     progress = _Progress()
+    folder = writer.folder / TRAINING_FOLDER
     with device_lock(), scratch(writer.folder) as place:
         run_worker(
             "tasks.train_worker", {**spec.to_dict(), "folder": str(folder)}, folder=place, on_event=progress
         )
-    result = progress.result
+    return progress.result
+
+
+def _finish(writer: ArtifactWriter, result: dict[str, Any], recipe: str) -> dict[str, Any]:
+    """The best draft under its name; the manifest's summary."""
     shutil.copytree(Path(result["best"]), writer.folder / DRAFT_FOLDER, dirs_exist_ok=True)
     log.info(
         "best checkpoint: step %d of %d, validation tau %.3f",

@@ -24,9 +24,10 @@ from eagle3core.trainer import Trainer, TrainingEvent
 from eagle3core.training_config import TrainingConfig
 from storage.features import FeatureReader
 from tasks.build_vocabulary import read_vocabulary
-from tasks.documents import FeatureDocuments, split_train
+from tasks.documents import FeatureDocuments, SampleReader, split_train
 from tasks.prepare_target import TargetInfo
 from tasks.processes import emit
+from tasks.streaming.rows import StreamedReader
 from tasks.target_weights import TargetWeights, read_target_weights
 from tasks.train_draft import TrainingSpec
 
@@ -60,13 +61,16 @@ def main(path: str) -> None:
 
 
 def train(spec: TrainingSpec, device: torch.device) -> None:
-    """Train to the end. Raises CheckpointError where the folder holds another run's checkpoint, ValueError
-    for data that cannot be trained on."""
+    """Train to the end, or to the spec's step.
+
+    Raises CheckpointError where the folder holds another run's checkpoint, ValueError for data that cannot be
+    trained on.
+    """
     config = TrainingConfig.from_mapping(spec.training)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     torch.manual_seed(config.seed)
     target = TargetInfo.from_dict(spec.target)
-    reader = FeatureReader(Path(spec.features))
+    reader = open_features(spec)
     split = split_train(reader.index, spec.train_share)
     weights = read_target_weights(Path(target.path))
     draft = build_draft(spec, target, reader, weights)
@@ -85,7 +89,7 @@ def train(spec: TrainingSpec, device: torch.device) -> None:
     )
     if trainer.ranks.first:
         log.info("%d documents, %d more to choose the checkpoint by", len(documents), len(validation))
-    result = trainer.run()
+    result = trainer.run(spec.until)
     if trainer.ranks.first:
         emit(
             {
@@ -102,8 +106,15 @@ def train(spec: TrainingSpec, device: torch.device) -> None:
         )
 
 
+def open_features(spec: TrainingSpec) -> FeatureReader | StreamedReader:
+    """All features, or those that are there while the rest is not."""
+    if spec.window:
+        return StreamedReader(Path(spec.features), Path(spec.window))
+    return FeatureReader(Path(spec.features))
+
+
 def build_draft(
-    spec: TrainingSpec, target: TargetInfo, reader: FeatureReader, weights: TargetWeights
+    spec: TrainingSpec, target: TargetInfo, reader: SampleReader, weights: TargetWeights
 ) -> Draft:
     """The draft as it starts, of the drafter that the recipe names, over the vocabulary.
 
@@ -121,7 +132,7 @@ def build_draft(
 
 
 def _target_head(
-    draft: Draft, target: TargetInfo, reader: FeatureReader, weights: TargetWeights
+    draft: Draft, target: TargetInfo, reader: SampleReader, weights: TargetWeights
 ) -> TargetHead | None:
     """Only documents that store hidden states need the target's head to make their distributions."""
     if reader.spec.teacher != "hidden":

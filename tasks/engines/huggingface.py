@@ -1,7 +1,8 @@
 """Hugging Face transformers as an Engine: slow, exact, and the reference that vLLM is held against.
 
 In: requests. Out: answers, with the target's states where capture is on. Requests are batched by equal prompt
-length, so no row is padded: a row's numbers are those it would have alone (up to the order of sums).
+length, so no row is padded: a row's numbers are those it would have alone (up to the order of sums). Text that
+is only read is read alone: its states are the same to the bit whatever else is asked, and whenever.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class _Row:
 
 
 class HuggingFaceEngine:
-    """`step` takes waiting requests of one prompt length, at most `capacity`, and runs them to their ends."""
+    """`step` takes waiting requests of one prompt length, at most `capacity`, and runs them to their ends; one
+    alone where nothing is to be written.
+    """
 
     def __init__(self, target: TargetFiles, options: EngineOptions, capture: CaptureOptions | None) -> None:
         self.capacity = options.capacity
@@ -53,7 +56,8 @@ class HuggingFaceEngine:
             return []
         kinds = Counter(self._kind(request) for request in self._waiting)
         chosen = kinds.most_common(1)[0][0]
-        batch = [request for request in self._waiting if self._kind(request) == chosen][: self.capacity]
+        most = self.capacity if chosen[1] else 1
+        batch = [request for request in self._waiting if self._kind(request) == chosen][:most]
         taken = {id(request) for request in batch}
         self._waiting = [request for request in self._waiting if id(request) not in taken]
         return self._run(batch)
