@@ -17,7 +17,8 @@ import yaml
 
 from tasks.recipe import Recipe, RecipeError, load_recipe
 
-FLOWS = ("build-draft", "regenerate-data", "evaluate-draft")
+EXPERIMENTS = ("compare-drafters", "ablate-draft", "scale-data")
+FLOWS = ("build-draft", "regenerate-data", "evaluate-draft", *EXPERIMENTS)
 LOOKS = ("plan", "report")
 OURS = ("flows.", "tasks.", "storage.", "eagle3core.")
 
@@ -77,7 +78,11 @@ def _command(what: str) -> Callable[[str, Mapping[str, Any]], None]:
 
 
 def _run_flow(name: str, recipe: str, overrides: Mapping[str, Any]) -> None:
-    load_recipe(recipe, overrides)
+    checked = load_recipe(recipe, overrides)
+    if name.replace("_", "-") in EXPERIMENTS:
+        from tasks.experiment.arms import arm_runs
+
+        arm_runs(name, checked)
     from tasks.logs import quiet_console
 
     flow = getattr(importlib.import_module(f"flows.{name}"), name)

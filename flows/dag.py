@@ -12,6 +12,7 @@ from storage.artifacts import ArtifactRef
 from tasks.build_vocabulary import build_vocabulary
 from tasks.check_serving import check_serving
 from tasks.evaluate_draft import evaluate_draft
+from tasks.experiment.measure_trees import measure_trees
 from tasks.extract_features import extract_features
 from tasks.make_responses import make_responses
 from tasks.prepare_conversations import prepare_conversations
@@ -62,6 +63,11 @@ def prove(do: Do, trained: Trained, *, serving: bool) -> Proof:
     acceptance = do(evaluate_draft, trained.draft, trained.features)
     served = do(check_serving, trained.draft, acceptance, trained.responses) if serving else None
     return Proof(acceptance, served)
+
+
+def measure_tree(do: Do, trained: Trained) -> ArtifactRef:
+    """How often the draft's own tree is accepted, and what its drafting costs."""
+    return do(measure_trees, trained.draft, trained.features)
 
 
 def publish(do: Do, trained: Trained, proof: Proof) -> ArtifactRef:

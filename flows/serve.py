@@ -17,13 +17,16 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.runner import Runner
 
+from flows.ablate_draft import ablate_draft
 from flows.build_draft import build_draft
+from flows.compare_drafters import compare_drafters
 from flows.evaluate_draft import evaluate_draft
 from flows.regenerate_data import regenerate_data
+from flows.scale_data import scale_data
 from flows.services import ServiceError, prefect_url, require_server
 from tasks.recipe import RecipeError, load_recipe, recipe_names
 
-FLOWS = (build_draft, regenerate_data, evaluate_draft)
+FLOWS = (build_draft, regenerate_data, evaluate_draft, compare_drafters, ablate_draft, scale_data)
 ZOMBIES = "draftline: runs that fell silent have crashed"
 SILENCE = timedelta(seconds=90)  # three heartbeats of prefect.toml's 30 s
 

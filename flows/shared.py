@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect import runtime, task
@@ -37,6 +37,12 @@ class Build:
     def do(self, stage: StageTask, *inputs: ArtifactRef) -> ArtifactRef:
         """The stage's artifact: found, or made now as a task of this run."""
         return stage(self.recipe, self.target, *inputs, tracker=self.tracker)
+
+    @contextmanager
+    def arm(self, recipe: Recipe, name: str) -> Iterator[Build]:
+        """The same run with another recipe, under a name of its own with the tracker."""
+        with self.tracker.arm(recipe, name) as tracker:
+            yield replace(self, recipe=recipe, tracker=tracker)
 
     def existing(self, stage: StageTask, *inputs: ArtifactRef) -> ArtifactRef:
         """The stage's artifact, which has to be there. Raises NotBuiltError."""

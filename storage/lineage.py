@@ -15,8 +15,8 @@ from functools import cached_property
 
 from storage.manifest import Manifest
 
-# What a build is made for: whatever led to one of these is in use.
-FINAL_KIND = "published"
+# What builds and experiments are made for: whatever led to one of these is in use.
+FINAL_KINDS = frozenset({"published", "experiment"})
 
 Key = tuple[str, str]
 
@@ -70,7 +70,7 @@ class Lineage:
 
     @cached_property
     def _used(self) -> set[Key]:
-        final = {each for each in self.manifests if each[0] == FINAL_KIND and each not in self._superseded}
+        final = {each for each in self.manifests if each[0] in FINAL_KINDS and each not in self._superseded}
         return final.union(*(self.ancestors(each) for each in final))
 
     @cached_property

@@ -36,11 +36,19 @@ class BuildTracker:
     """A context manager around a build. The build's run is opened with the first stage that does work."""
 
     def __init__(
-        self, recipe: Recipe, target: TargetInfo, *, flow: str, name: str, page: str | None = None
+        self,
+        recipe: Recipe,
+        target: TargetInfo,
+        *,
+        flow: str,
+        name: str,
+        page: str | None = None,
+        parent: BuildTracker | None = None,
     ) -> None:
-        """`name`: the run's name. `page`: where the orchestrator shows the same run."""
+        """`name`: the run's name. `page`: where the orchestrator shows the same run. `parent`: what it is a part of."""
         self.recipe, self.target, self.flow, self.name, self.page = recipe, target, flow, name, page
         self.store = ArtifactStore(recipe.store.uri)
+        self._parent = parent
         self._mlflow = Mlflow(recipe.tracking)
         self._plans: dict[str, Plan] = {}
         self._complete: set[str] = set()  # artifacts whose run has everything
@@ -55,6 +63,15 @@ class BuildTracker:
         if self._run is not None:
             self._mlflow.try_again()
             self._mlflow.close_run(self._run, _status(error))
+
+    def arm(self, recipe: Recipe, name: str) -> BuildTracker:
+        """A part of this build with another recipe: its run is a child of this one's."""
+        return BuildTracker(recipe, self.target, flow=self.flow, name=name, page=self.page, parent=self)
+
+    @property
+    def opened(self) -> bool:
+        """Whether the tracker has a run of this build; not where an earlier one was pointed at."""
+        return self._run is not None
 
     def planned(self, plan: Plan) -> None:
         """Every stage of the build, in order, before it runs or is skipped."""
@@ -82,7 +99,7 @@ class BuildTracker:
         or away.
         """
         self._mlflow.try_again()
-        if self._run is None and (earlier := self._mlflow.find(RESULT_TAG, _key(result))):
+        if self._run is None and self._parent is None and (earlier := self._mlflow.find(RESULT_TAG, _key(result))):
             return self._mlflow.page(earlier)
         run = self._open_build()
         if run is None:
@@ -114,7 +131,8 @@ class BuildTracker:
             tags |= {PROCESS_TAG: _this_process()} | ({"draftline.prefect": self.page} if self.page else {})
             self._mlflow.end_dead(PROCESS_TAG, _alive)
             parameters = flat(self.recipe.model_dump(mode="json", exclude={"name", "description"}))
-            self._run = self._mlflow.open_run(tags, parameters)
+            parent = self._parent._open_build() if self._parent else None
+            self._run = self._mlflow.open_run(tags, parameters, parent=parent)
         return self._run
 
     def _open_stage(self, plan: Plan) -> str | None:

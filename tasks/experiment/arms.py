@@ -44,8 +44,9 @@ def arm_runs(kind: str, recipe: Recipe) -> list[ArmRun]:
     experiment: Experiment = getattr(recipe.experiments, kind)
     where = f"recipe {recipe.name}: experiments.{kind}"
     _check_names(experiment, where)
-    # An arm is a recipe without experiments: they do not nest.
-    base = build_recipe(recipe.model_dump(mode="json", exclude={"experiments"}), experiment.set, where=f"{where}.set")
+    # An arm is a recipe without experiments: they do not nest. All arms read the same features, so these stay whole.
+    changes = {**experiment.set, "store.window_gb": None}
+    base = build_recipe(recipe.model_dump(mode="json", exclude={"experiments"}), changes, where=f"{where}.set")
     budget = _budget(experiment.budget, base)
     shares = experiment.shares if isinstance(experiment, ScaleData) else [1.0]
     runs = []

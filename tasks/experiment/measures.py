@@ -7,14 +7,15 @@ answer for the same prompts, or there is nothing to compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 CHAIN, TREE = "chain", "tree"
-_SHAPES = {"walk": CHAIN, TREE: TREE}  # rows' modes that are served rounds; "anchor" rows are not
+_MODES = {CHAIN: "walk", TREE: TREE}  # which rows are a shape's served rounds
 
 
 class MeasureError(ValueError):
@@ -33,7 +34,8 @@ class Cell:
 class Quantity:
     """What is read off the rounds of one shape and temperature.
 
-    name: "tau", or "conditional" at `position`: how often position k is kept where k - 1 were (chains only).
+    name: "tau"; of chains also, at `position` k, "survival": how often k drafted tokens are kept, and "conditional":
+    how often where k - 1 were.
     """
 
     name: str = "tau"
@@ -63,14 +65,15 @@ class Measured:
     sums: dict[Quantity, dict[Cell, dict[int, Sums]]] = field(default_factory=dict)
     rounds: dict[tuple[Cell, int, str, float], int] = field(default_factory=dict)
 
-    def add(self, cell: Cell, seed: int, rows: pa.Table) -> None:
-        """Take in one draft's rows. Raises MeasureError where its prompts are not those of the others."""
-        modes = np.array(rows["mode"].to_pylist())
-        temperatures = np.array(rows["temperature"].to_pylist(), dtype=np.float64)
-        for mode, shape in _SHAPES.items():
-            for temperature in sorted(set(temperatures[modes == mode])):
-                chosen = rows.filter(pa.array((modes == mode) & (temperatures == temperature)))
-                self._add(cell, seed, shape, float(temperature), chosen)
+    def add(self, cell: Cell, seed: int, rows: pa.Table, shape: str = CHAIN) -> None:
+        """Take in one draft's served rounds of a shape; other rows are passed over.
+
+        Raises MeasureError where the prompts are not those of the others.
+        """
+        served = rows.filter(pc.equal(rows["mode"], _MODES[shape]))
+        for temperature in sorted(set(served["temperature"].to_pylist())):
+            chosen = served.filter(pc.equal(served["temperature"], temperature))
+            self._add(cell, seed, shape, float(temperature), chosen)
 
     def seeds(self, cell: Cell, quantity: Quantity) -> Mapping[int, Sums]:
         """One `Sums` a training seed. Raises MeasureError where this was not measured."""
@@ -107,18 +110,11 @@ class Measured:
         self._put(Quantity("tau", 0, shape, temperature), cell, seed, total(accepted + 1), total(np.ones_like(accepted)))
         if shape == CHAIN:
             for k in range(1, self.chain_length + 1):
-                reached = (drafted >= k) & (accepted >= k - 1)
-                kept = reached & (accepted >= k)
-                quantity = Quantity("conditional", k, shape, temperature)
-                self._put(quantity, cell, seed, total(kept.astype(float)), total(reached.astype(float)))
+                far, kept = drafted >= k, accepted >= k
+                for name, reached in (("survival", far), ("conditional", far & (accepted >= k - 1))):
+                    quantity = Quantity(name, k, shape, temperature)
+                    self._put(quantity, cell, seed, total((reached & kept).astype(float)), total(reached.astype(float)))
 
     def _put(self, quantity: Quantity, cell: Cell, seed: int, above: np.ndarray, below: np.ndarray) -> None:
         self.sums.setdefault(quantity, {}).setdefault(cell, {})[seed] = Sums(above, below)
 
-
-def measured(chain_length: int, drafts: Iterable[tuple[Cell, int, pa.Table]]) -> Measured:
-    """All drafts of an experiment."""
-    made = Measured(chain_length)
-    for cell, seed, rows in drafts:
-        made.add(cell, seed, rows)
-    return made

@@ -42,7 +42,7 @@ class Budget(BaseModel):
 
 
 class Experiment(BaseModel):
-    """arms: in the order in which the page and the claims name them."""
+    """arms: in the order in which the page and the claims name them; the last is what the others are held against."""
 
     model_config = STRICT
 
@@ -75,6 +75,26 @@ class Experiments(BaseModel):
 
     model_config = STRICT
 
-    compare_drafters: Experiment = Experiment()
-    ablate_draft: Experiment = Experiment()
-    scale_data: ScaleData = ScaleData()
+    compare_drafters: Experiment = Experiment(
+        arms=[
+            Arm(name="SpS", set={"draft.drafter": "sps"}),
+            Arm(name="EAGLE-1", set={"draft.drafter": "eagle1"}),
+            Arm(name="EAGLE-2", set={"draft.drafter": "eagle2"}),
+            Arm(name="DFlash", set={"draft.drafter": "dflash"}),
+            Arm(name="EAGLE-3.1", set={"draft.drafter": "eagle3.1"}),
+            Arm(name="EAGLE-3", set={"draft.drafter": "eagle3"}),
+        ]
+    )
+    ablate_draft: Experiment = Experiment(
+        arms=[
+            Arm(name="EAGLE-2", set={"draft.drafter": "eagle2"}),
+            Arm(name="EAGLE-2, no constraint", set={"draft.drafter": "eagle2-ttt"}),
+            Arm(name="EAGLE-3", set={"draft.drafter": "eagle3"}),
+        ]
+    )
+    scale_data: ScaleData = ScaleData(
+        arms=[
+            Arm(name="EAGLE", set={"draft.drafter": "eagle1"}),
+            Arm(name="EAGLE-3", set={"draft.drafter": "eagle3"}),
+        ]
+    )

@@ -16,6 +16,7 @@ STAGES = {
     "build_vocabulary": "vocabulary",
     "train_draft": "draft",
     "evaluate_draft": "acceptance",
+    "measure_trees": "trees",
     "check_serving": "serving",
     "publish_draft": "published",
 }

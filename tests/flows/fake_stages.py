@@ -9,13 +9,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
-from tasks.evaluation import SUMMARY
+from tasks.evaluation import ROWS, SUMMARY
 from tasks.prepare_target import TargetInfo
 from tasks.recipe import Recipe, load_recipe
 from tasks.stage import Plan, Stage, run_plan
 from tasks.stage_task import StageTask, stage_task
-from tests.tasks.report_samples import make_evaluation
+from tests.tasks.experiment_samples import make_rows
+from tests.tasks.report_samples import K, make_evaluation
 
 TARGET = TargetInfo(
     model="tiny",
@@ -31,6 +34,12 @@ TARGET = TargetInfo(
 )
 
 
+SUMMARIES: dict[str, dict[str, object]] = {
+    "draft": {"parameters": 10, "documents": 3, "steps": 5},
+    "trees": {"nodes": 60, "depth": 8, "chain_ms_per_token": 1.5, "tree_ms_per_round": 20.0},
+}
+
+
 class FakeStage:
     """`work` may be replaced, `summary` added to; `calls` counts how often it ran. Training writes metrics,
     evaluation its summary.
@@ -40,11 +49,13 @@ class FakeStage:
         self.stage = Stage(name=name, kind=kind, version=1)
         self.calls = 0
         self.seconds = seconds
-        self.summary: dict[str, object] = {"samples": 7}
+        self.summary: dict[str, object] = {"samples": 7, **SUMMARIES.get(kind, {})}
         self.work: Callable[[ArtifactWriter], None] = self._write
 
     def plan(self, recipe: Recipe, target: TargetInfo, *inputs: ArtifactRef) -> Plan:
-        return Plan(self.stage, {"lr": recipe.training.lr, "target": target.fingerprint}, inputs)
+        training = {"lr": recipe.training.lr, "seed": recipe.training.seed, "share": recipe.data.train_share}
+        own = {"draft": training, "features": {"layers": recipe.features.layer_ids}}.get(self.stage.kind, {})
+        return Plan(self.stage, {**own, "target": target.fingerprint}, inputs)
 
     def estimate(
         self, recipe: Recipe, target: TargetInfo, store: ArtifactStore, *inputs: ArtifactRef
@@ -70,6 +81,10 @@ class FakeStage:
             write_metrics(writer, 3)
         if self.stage.kind == "acceptance":
             writer.write_text(SUMMARY, json.dumps(make_evaluation().to_dict()))
+        if self.stage.kind in ("acceptance", "trees"):
+            rng = np.random.default_rng(int(writer.ref.fingerprint[:8], 16))
+            mode = "walk" if self.stage.kind == "acceptance" else "tree"
+            writer.write_table(ROWS, make_rows([0.5] * K, rng, prompts=6, mode=mode))
         if self.stage.kind == "published":
             writer.write_text("report.html", "<p>report</p>")
 

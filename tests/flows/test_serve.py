@@ -15,7 +15,7 @@ def test_every_flow_has_a_deployment_for_every_recipe():
     names = {f"{deployment.flow_name}/{deployment.name}" for deployment in deployments()}
     assert names == {
         f"{flow}/{recipe}"
-        for flow in ("build-draft", "regenerate-data", "evaluate-draft")
+        for flow in ("build-draft", "regenerate-data", "evaluate-draft", "compare-drafters", "ablate-draft", "scale-data")
         for recipe in recipe_names()
     }
 
@@ -39,7 +39,7 @@ def test_deploying_twice_leaves_each_once_and_the_server_refuses_wrong_values(
     register()
     register()
     with get_client(sync_client=True) as client:
-        assert len(client.read_deployments()) == 3
+        assert len(client.read_deployments()) == 6
         deployment = client.read_deployment_by_name("build-draft/smollm2-135m")
         wrong = load_recipe("smollm2-135m").model_dump(mode="json")
         wrong["training"]["learning_rate"] = 1e-4

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from storage.schemas import ACCEPTANCE
-from tasks.experiment.measures import Cell, Measured, measured
+from tasks.experiment.measures import TREE, Cell, Measured
 
 K = 5
 
@@ -42,11 +42,11 @@ def make_measured(
     rng = np.random.default_rng(seed)
     ease = rng.normal(0, 0.08, prompts)
     how = {"prompts": prompts, "rounds": rounds, "spread": spread, "ease": ease}
-    drafts = []
+    measured = Measured(len(next(iter(arms.values()))))
     for cell, hits in arms.items():
         for number in range(seeds):
-            tables = [make_rows(hits, rng, **how)]
+            measured.add(cell, number, make_rows(hits, rng, **how))
             if tree_gain is not None:
-                tables.append(make_rows([hit + tree_gain for hit in hits], rng, mode="tree", **how))
-            drafts.append((cell, number, pa.concat_tables(tables)))
-    return measured(len(next(iter(arms.values()))), drafts)
+                rows = make_rows([hit + tree_gain for hit in hits], rng, mode="tree", **how)
+                measured.add(cell, number, rows, TREE)
+    return measured

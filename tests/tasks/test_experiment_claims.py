@@ -10,7 +10,7 @@ import pytest
 
 from tasks.experiment.claims import Claim, claims_of, decide
 from tasks.experiment.contrast import Contrasts, Term, student
-from tasks.experiment.measures import Cell, MeasureError, Quantity, measured
+from tasks.experiment.measures import Cell, Measured, MeasureError, Quantity
 from tasks.experiment.settings import ABLATE, COMPARE, SCALE
 from tests.tasks.experiment_samples import K, make_measured, make_rows
 
@@ -122,7 +122,9 @@ def test_pairing_takes_out_what_the_prompts_have_in_common():
 def test_a_figure_is_the_mean_over_seeds_of_tokens_over_rounds():
     rng = np.random.default_rng(0)
     tables = [make_rows(LOW, rng) for _ in range(2)]
-    figures = measured(K, [(Cell("a"), seed, table) for seed, table in enumerate(tables)])
+    figures = Measured(K)
+    for seed, table in enumerate(tables):
+        figures.add(Cell("a"), seed, table)
     taus = [sum(table["accepted"].to_pylist()) / len(table) + 1 for table in tables]
     assert Contrasts(figures, 50).of([Term(1.0, Cell("a"), Quantity())]).value == pytest.approx(sum(taus) / 2)
     reached = [(row["accepted"] >= 1, row["accepted"] >= 2) for row in tables[0].to_pylist()]
@@ -132,9 +134,10 @@ def test_a_figure_is_the_mean_over_seeds_of_tokens_over_rounds():
 
 def test_drafts_of_other_prompts_are_refused():
     rng = np.random.default_rng(0)
-    rows = make_rows(LOW, rng)
+    figures = Measured(K)
+    figures.add(Cell("a"), 0, make_rows(LOW, rng))
     with pytest.raises(MeasureError, match="b, seed 0: measured on 20 prompts"):
-        measured(K, [(Cell("a"), 0, rows), (Cell("b"), 0, make_rows(LOW, rng, prompts=20))])
+        figures.add(Cell("b"), 0, make_rows(LOW, rng, prompts=20))
 
 
 def test_what_was_not_measured_is_said():
@@ -145,8 +148,8 @@ def test_what_was_not_measured_is_said():
 
 def test_anchor_rows_are_no_served_rounds():
     rng = np.random.default_rng(0)
-    rows = pa.concat_tables([make_rows(LOW, rng), make_rows(HIGH, rng, mode="anchor")])
-    figures = measured(K, [(Cell("a"), 0, rows)])
+    figures = Measured(K)
+    figures.add(Cell("a"), 0, pa.concat_tables([make_rows(LOW, rng), make_rows(HIGH, rng, mode="anchor")]))
     assert figures.rounds == {(Cell("a"), 0, "chain", 0.0): 600}
 
 

@@ -262,3 +262,39 @@ def test_numbers_of_a_record_with_a_step_are_series_and_others_count_from_one():
 
 def test_nested_values_are_dotted_names():
     assert flat({"a": {"b": 1, "c": "x"}, "d": [1, 2]}) == {"a.b": "1", "a.c": "x", "d": "[1, 2]"}
+
+
+def test_an_arm_is_a_child_of_its_experiment_and_its_stages_are_below_it(recipe: Recipe):
+    """And again with everything there: nothing is opened, the earlier run is pointed at."""
+    conversations, draft, acceptance = (
+        FakeStage(*names) for names in (("prepare", "conversations"), ("train", "draft"), ("evaluate", "acceptance"))
+    )
+    page = FakeStage("report", "experiment")
+    store, pages = ArtifactStore(recipe.store.uri), []
+    for _ in range(2):
+        with BuildTracker(recipe, TARGET, flow="compare-drafters", name="all") as tracker:
+            arm = tracker.arm(recipe, "EAGLE-3, seed 0")
+            made: list[ArtifactRef] = []
+            for stage, owner in ((conversations, tracker), (draft, arm), (acceptance, arm), (page, tracker)):
+                plan = stage.plan(recipe, TARGET, *made[-1:])
+                owner.planned(plan)
+                task = stage.task()
+                made.append(plan.find(store) or task.make(recipe, TARGET, store, plan, *made[-1:], tracker=owner))
+            pages.append(tracker.finish(made[-1]))
+            if tracker.opened:
+                with arm:
+                    arm.finish(made[2], acceptance=made[2])
+    assert pages[0] == pages[1]
+    found = runs(recipe)
+    parent = lambda name: found[name].data.tags.get("mlflow.parentRunId")
+    assert parent("all") is None
+    assert parent("EAGLE-3, seed 0") == found["all"].info.run_id
+    arm_id = found["EAGLE-3, seed 0"].info.run_id
+    assert {name: parent(name) == arm_id for name in found if name.endswith(recipe.name)} == {
+        f"prepare {recipe.name}": False,
+        f"report {recipe.name}": False,
+        f"train {recipe.name}": True,
+        f"evaluate {recipe.name}": True,
+    }
+    assert "tau_walk_t0" in found["EAGLE-3, seed 0"].data.metrics
+    assert found["EAGLE-3, seed 0"].info.status == "FINISHED"
