@@ -26,6 +26,8 @@ from tasks.sources.shapes import RawConversation, ShapeError, conversation_of
 log = logging.getLogger(__name__)
 
 LONGEST_TOKEN = 48  # characters of a prompt per allowed token beyond which nobody counts its tokens
+LOOKED_AT = 6  # characters per allowed token that are looked at first: of a long prompt they say enough
+SEAM = 8  # tokens by which the first part of a text may seem longer than it is, cut where it is
 SECONDS_BETWEEN_WORDS = 10.0
 
 
@@ -140,7 +142,7 @@ class Intake:
             self._refuse(name, "prompt_too_long", f"{len(prompt[-1].content)} characters")
             return
         try:
-            tokens = self.prompt_tokens(prompt)
+            tokens = self._tokens(prompt)
         except ValueError as error:
             self._refuse(name, "template_refused", str(error))
             return
@@ -148,11 +150,22 @@ class Intake:
             self._refuse(
                 name,
                 "prompt_too_long",
-                f"{tokens} tokens, data.max_prompt_tokens is {self.data.max_prompt_tokens}",
+                f"{tokens} tokens or more, data.max_prompt_tokens is {self.data.max_prompt_tokens}",
             )
             return
         category = printable(raw.category) or self.label
         self.sample.add(key, ConversationRow(identity, self.label, "train", category, messages))
+
+    def _tokens(self, prompt: tuple[Message, ...]) -> int:
+        """The prompt's tokens; of one that is too long, those of its beginning, where they are too many already."""
+        limit = self.data.max_prompt_tokens
+        question = prompt[-1].content
+        if len(question) > LOOKED_AT * limit:
+            begun = Message(prompt[-1].role, question[: LOOKED_AT * limit])
+            tokens = self.prompt_tokens((*prompt[:-1], begun))
+            if tokens > limit + SEAM:
+                return tokens
+        return self.prompt_tokens(prompt)
 
     def _refuse(self, name: str, reason: str, detail: str) -> None:
         self.report.refused[reason] += 1

@@ -25,6 +25,7 @@ RULES: Mapping[str, Action] = {
     "system_only": "refused",
     "no_user_turn": "refused",
     "unknown_role": "refused",
+    "tool_call": "refused",
     "content_is_not_text": "refused",
     "starts_with_gpt": "turn dropped",
     "starts_with_system_share_banner": "turn dropped",
@@ -72,6 +73,8 @@ ROLES: Mapping[str, str] = {
     "bot": "assistant",
     "system": "system",
 }
+# A dialogue with tools is none that a target could answer again: what its tools return is not in the data.
+TOOLS = {"tool", "function", "observation", "ipython", "tool_call", "tool_response", "function_call", "function_response"}
 # A share service's banner ("This conversation is shared from ...") stands where a system prompt would.
 BANNERS = ("conversation is shared from", "conversation was shared from")
 MANY_TURNS = 60
@@ -141,6 +144,8 @@ def _known(turn: RawTurn, number: int, kinds: set[str]) -> _Turn | Refused:
     """Role by name, content as text."""
     name = turn.role.strip().lower() if isinstance(turn.role, str) else turn.role
     role = ROLES.get(name) if isinstance(name, str) else None
+    if turn.calls or (isinstance(name, str) and name in TOOLS):
+        return Refused("tool_call", f"turn {number} calls a tool, or is one's answer", frozenset({*kinds, "tool_call"}))
     if role is None:
         detail = f"turn {number} is by {residue.printable(repr(turn.role))}"
         return Refused("unknown_role", detail, frozenset({*kinds, "unknown_role"}))

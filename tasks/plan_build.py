@@ -20,7 +20,8 @@ import yaml
 from storage.artifacts import ArtifactStore
 from storage.errors import StorageError
 from tasks import prepare_conversations
-from tasks.engines.pool import cuda_devices, engine_count
+from tasks.devices import cuda_devices
+from tasks.engines.pool import engine_count
 from tasks.engines.rates import engine_seconds
 from tasks.evaluation_sets import EvaluationSetError
 from tasks.extract_features import feature_spec, made_by_responses

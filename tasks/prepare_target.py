@@ -23,6 +23,7 @@ from tasks.packages import PREFIX, PackageError, package_file
 from tasks.recipe import RECIPES, Recipe
 from tasks.stage import Plan, Stage, run_plan
 from tasks.target_checks import TargetError, memory_problem
+from tasks.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +161,6 @@ def _known_end_ids(recipe: Recipe, folder: Path, files: target_files.TargetFiles
 
 def _end_ids(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> tuple[int, ...]:
     """Every id that ends an answer, as a server stops: generation config, model config, tokenizer."""
-    from transformers import AutoTokenizer
-
     named: list[int] = []
     generation = folder / "generation_config.json"
     sources = [json.loads(generation.read_text())] if generation.is_file() else []
@@ -169,7 +168,7 @@ def _end_ids(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -
         ids = source.get("eos_token_id")
         named += ids if isinstance(ids, list) else [ids] if ids is not None else []
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(folder, trust_remote_code)
     except Exception as error:
         raise TargetError(
             f"{folder}: the tokenizer does not load: {' '.join(str(error).split())[:300]}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import psutil
 
+from tasks.devices import cuda_devices
 from tasks.recipe import Recipe
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
@@ -24,15 +25,14 @@ def memory_problem(recipe: Recipe, stored_bytes: int, stored_bits: int) -> str |
 
     stored_bytes, stored_bits: the weight files' tensors as they lie on disk; the recipe's dtype may be wider.
     """
-    import torch
-
     model = recipe.target.model
     bits = BITS[recipe.target.dtype]
     # Quantised weights stay as they are; others are held in the recipe's dtype.
     needed = stored_bytes if stored_bits < 16 else stored_bytes * bits // stored_bits
     parameters = stored_bytes * 8 // stored_bits
-    if torch.cuda.is_available():
-        devices = torch.cuda.device_count()
+    if devices := cuda_devices():
+        import torch
+
         used = recipe.vllm.tensor_parallel
         if used > devices:
             return f"vllm.tensor_parallel is {used}, but this machine has {devices} CUDA device(s): lower it"

@@ -12,7 +12,10 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tasks.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -87,9 +90,7 @@ class Template:
     @classmethod
     def load(cls, target: TargetInfo) -> Template:
         """The target's own tokenizer and template, or the template that the recipe put in its place."""
-        from transformers import AutoTokenizer  # five seconds of imports, which planning a stage does without
-
-        tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=target.trust_remote_code)
+        tokenizer = load_tokenizer(Path(target.path), target.trust_remote_code)
         return cls(tokenizer, target.eos_token_ids, target.chat_template, target.template_arguments)
 
     def prompt(

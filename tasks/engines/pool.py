@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file
 
+from tasks.devices import cuda_devices
 from tasks.engines.requests import (
     CaptureOptions,
     EngineOptions,
@@ -264,9 +265,3 @@ def _read_part(event: dict[str, Any]) -> Part:
             arrays[int(index)][column] = array
         file.unlink()
     return Part(event["part"], samples, event["jobs"], [Refused(**refused) for refused in event["refused"]], arrays)
-
-
-def cuda_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.engines.pool import cuda_devices
+from tasks.devices import cuda_devices
 from tasks.prepare_target import TargetInfo
 from tasks.recipe import Recipe
 

@@ -17,10 +17,11 @@ class ShapeError(ValueError):
 
 @dataclass(frozen=True)
 class RawTurn:
-    """One turn as found: neither the role nor the content need be text."""
+    """One turn as found: neither the role nor the content need be text. calls: it calls tools."""
 
     role: Any
     content: Any
+    calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ def _pairs(turns: Any, role: str, content: str) -> tuple[RawTurn, ...]:
     for turn in turns:
         if not isinstance(turn, Mapping):
             raise ShapeError(f"a turn is {type(turn).__name__}, not an object")
+        calls = bool(turn.get("tool_calls") or turn.get("function_call"))
         found.append(
-            RawTurn(turn.get(role, turn.get(other[role])), turn.get(content, turn.get(other[content])))
+            RawTurn(turn.get(role, turn.get(other[role])), turn.get(content, turn.get(other[content])), calls)
         )
     return tuple(found)

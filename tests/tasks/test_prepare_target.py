@@ -42,7 +42,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty hub cache of our own."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("tasks.target_checks.cuda_devices", lambda: 0)
     return tmp_path / "hub"
 
 
