@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer imports it: it belongs to the imported process, not to the step
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from benchmarks.harness import (
     Column,
@@ -47,8 +49,8 @@ BARS = {("full", 8192): 3.4, ("full", 32000): 9.0, ("real", 8192): 1.9, ("real",
 MEMORY_BARS = {512: 0.7, 4096: 1.6}  # GB over the imported process, D = 32000
 
 
-def make_draft(draft_vocabulary: int) -> Eagle3Draft:
-    """A random draft of shape S."""
+def make_draft(draft_vocabulary: int, folder: Path) -> Eagle3Draft:
+    """A random draft of shape S; its embedding is mapped from a file in `folder`, as a target's is."""
     config = DraftConfig(
         hidden_size=576,
         intermediate_size=1536,
@@ -62,7 +64,12 @@ def make_draft(draft_vocabulary: int) -> Eagle3Draft:
         max_position_embeddings=16384,
         layer_ids=(2, 15, 27),
     )
-    return Eagle3Draft(config)
+    draft = Eagle3Draft(config)
+    file = folder / "embedding.safetensors"
+    save_file({"weight": draft.embed_tokens.weight}, file)
+    with safe_open(file, framework="pt") as tensors:
+        draft.share_embedding(tensors.get_tensor("weight"))
+    return draft
 
 
 def make_document(supervised: torch.Tensor, draft_vocabulary: int, seed: int) -> Document:
@@ -148,7 +155,6 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     before = resident_bytes()
     vocabulary = case["draft_vocabulary"]
-    draft = make_draft(vocabulary)
     if case["masks"] == "full":
         masks = [torch.ones(case["tokens"], dtype=torch.bool)]
     else:
@@ -157,6 +163,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     documents = [make_document(masks[i], vocabulary, i) for group in bins for i in group]
     config = TrainingConfig(ttt_steps=STEPS, tokens_per_batch=case["tokens"], lr=1e-4, seed=1)
     with tempfile.TemporaryDirectory() as folder:
+        draft = make_draft(vocabulary, Path(folder))
         trainer = Trainer(draft, config, OneDocumentEach(documents), [], Path(folder))
         table = draft_id_table(draft.t2d)
         batches, start = [], 0
@@ -208,7 +215,8 @@ def run_loop(case: dict[str, Any]) -> dict[str, Any]:
     events: list[TrainingEvent] = []
     config = TrainingConfig(ttt_steps=STEPS, tokens_per_batch=512, checkpoint_every=1000, evaluate_every=1000)
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(make_draft(8192), config, documents, [], Path(folder), on_event=events.append).run()
+        draft = make_draft(8192, Path(folder))
+        Trainer(draft, config, documents, [], Path(folder), on_event=events.append).run()
     steps = [event.metrics for event in events if event.kind == "step"][1:]
     wait, work = (sum(metrics[name] for metrics in steps) for name in ("wait_seconds", "seconds"))
     (written,) = (event.metrics["checkpoint_seconds"] for event in events if event.kind == "checkpoint")
