@@ -1,5 +1,6 @@
-"""`make plan` and `make report`: what a build would do, and where the finished one is. Neither starts any
-work.
+"""`make plan` and `make report`: what a build would do and take, and where the finished one is.
+
+Neither runs the target: a plan makes the conversations at most, which its figures are counted on.
 
 In: a recipe. Out: lines on the console; `python -m flows plan RECIPE`, `python -m flows report RECIPE`.
 """
@@ -10,14 +11,16 @@ from flows import dag
 from storage.artifacts import ArtifactRef, ArtifactStore
 from storage.errors import StorageError
 from tasks.outcome import outcome_of
+from tasks.plan_build import page
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import Recipe
 from tasks.stage_task import StageTask, spoken
 
 
 def plan(recipe: Recipe) -> None:
-    """Print every stage: there, or to be made and for how long."""
+    """Print what the prompts are and what the stages will take; then every stage: there, or to be made."""
     target, store = prepare_target(recipe), ArtifactStore(recipe.store.uri)
+    print("\n".join([*page(recipe, target, store), ""]))
 
     def look(stage: StageTask, *inputs: ArtifactRef) -> ArtifactRef:
         work = stage.plan(recipe, target, *inputs)

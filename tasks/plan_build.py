@@ -1,37 +1,27 @@
 """What a build will take, before it is paid for: statistics of the prompts; tokens, disk and hours of every
 stage.
 
-In: a recipe. Out: a table on the console. Makes the conversations where they are not there yet (a CPU and a
-tokenizer do), and nothing else. `python -m tasks.plan_build smollm2-135m [SECTION.KEY=VALUE ...]`
+In: a recipe. Out: the lines that `make plan` prints. Makes the conversations where they are not there yet (a
+CPU and a tokenizer do), and nothing else.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
-
-import typer
-import yaml
 
 from storage.artifacts import ArtifactStore
-from storage.errors import StorageError
 from tasks import prepare_conversations
 from tasks.devices import cuda_devices
 from tasks.engines.pool import engine_count
 from tasks.engines.rates import engine_seconds
-from tasks.evaluation_sets import EvaluationSetError
 from tasks.extract_features import feature_spec, made_by_responses
-from tasks.prepare_conversations import ConversationsError
-from tasks.prepare_target import TargetInfo, prepare_target
-from tasks.recipe import Recipe, RecipeError, load_recipe
-from tasks.sources import SourceError
+from tasks.prepare_target import TargetInfo
+from tasks.recipe import Recipe
 from tasks.stage_task import duration
 from tasks.statistics import SourceStatistics, source_statistics
-from tasks.target_checks import TargetError
 from tasks.templates import Template
 from tasks.train_draft import CPU_RATE, GPU_RATE, multiply_adds
 
@@ -50,6 +40,13 @@ class Expected:
     tokens: float
     bytes: float
     seconds: float
+
+
+def page(recipe: Recipe, target: TargetInfo, store: ArtifactStore) -> list[str]:
+    """The recipe's sources and its later stages, counted. Raises what making the conversations raises."""
+    conversations = prepare_conversations.run(recipe, target, store)
+    statistics = source_statistics(store, conversations, Template.load(target), recipe.data.max_tokens)
+    return lines(recipe, target, statistics, _free(store))
 
 
 def feature_bytes_per_token(recipe: Recipe, target: TargetInfo) -> int:
@@ -144,23 +141,3 @@ def _free(store: ArtifactStore) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def main(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or file")] = "smollm2-135m",
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
-) -> None:
-    """Print what a build of the recipe will take."""
-    try:
-        pairs = [text.partition("=") for text in overrides or []]
-        loaded = load_recipe(recipe, {key: yaml.safe_load(value) for key, _, value in pairs})
-        target, store = prepare_target(loaded), ArtifactStore(loaded.store.uri)
-        conversations = prepare_conversations.run(loaded, target, store)
-        statistics = source_statistics(store, conversations, Template.load(target), loaded.data.max_tokens)
-        print("\n".join(lines(loaded, target, statistics, _free(store))))
-    except (RecipeError, TargetError, SourceError, EvaluationSetError, ConversationsError, StorageError) as error:
-        sys.exit(f"plan_build: {error}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -9,7 +9,7 @@ import pytest
 
 from storage.artifacts import ArtifactStore
 from tasks import prepare_conversations
-from tasks.plan_build import expect, feature_bytes_per_token, lines
+from tasks.plan_build import expect, feature_bytes_per_token, lines, page
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import Recipe, build_recipe
 from tasks.statistics import SourceStatistics, script_of, source_statistics
@@ -79,6 +79,18 @@ def test_disk_follows_the_bytes_of_a_token(made):
     assert features.bytes == features.tokens * feature_bytes_per_token(recipe, target)
     assert features.seconds == 0  # captured by the pass that answers
     assert 0 < training.tokens < features.tokens and answers.seconds > 0
+
+
+def test_a_page_has_every_source_and_every_later_stage_and_makes_conversations_alone(made, tmp_path):
+    recipe, target = made
+    store = ArtifactStore(str(tmp_path / "store"))
+    text = "\n".join(page(recipe, target, store))
+    for said in ("messages", "latin 100%", "refused: empty_conversations_list 1", "bytes a token", "free"):
+        assert said in text
+    for stage in ("make-responses", "extract-features", "train-draft"):
+        assert stage in text
+    assert len(store.list("conversations")) == 1
+    assert not any(store.list(kind) for kind in ("responses", "features", "draft"))
 
 
 def test_a_disk_that_is_too_small_is_said(made):
