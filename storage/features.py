@@ -53,9 +53,11 @@ _CHECKSUM = Column("checksum", "int64", digest=True)
 class FeatureWriter:
     """Writes the parts of one artifact. Several processes may write different parts of the same folder."""
 
-    def __init__(self, folder: PartFolder, spec: FeatureSpec) -> None:
+    def __init__(self, folder: PartFolder, spec: FeatureSpec, row_group_bytes: int | None = None) -> None:
+        """row_group_bytes: about how much a row group holds; ROW_GROUP_BYTES where not given."""
         self._folder = folder
         self._spec = spec
+        self._row_group_bytes = row_group_bytes or ROW_GROUP_BYTES
         self._wide = wide_columns(spec)
         values = (Column(wide.name, "binary", wide=True) for wide in self._wide)
         self._columns = [*_NARROW, *values, _CHECKSUM]
@@ -70,7 +72,7 @@ class FeatureWriter:
         values = [self._values(sample) for sample in samples]
         with self._folder.create(name) as file:
             writer = PageWriter(file, self._columns, self._spec.to_metadata())
-            for start, end in _groups([sum(each.nbytes for each in arrays) for arrays in values]):
+            for start, end in self._groups([sum(each.nbytes for each in arrays) for arrays in values]):
                 writer.row_group(self._row_group(samples[start:end], values[start:end]))
             writer.close()
         return name
@@ -111,6 +113,16 @@ class FeatureWriter:
                 raise StorageError(f"sample {sample.id}: {wide.name} is {got}, not {wide.dtype}{list(shape)}")
             arrays.append(np.ascontiguousarray(array))
         return arrays
+
+    def _groups(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """[start, end) of runs of rows of `sizes` bytes that make a row group each."""
+        groups, start, held = [], 0, 0
+        for row, size in enumerate(sizes):
+            held += size
+            if held >= self._row_group_bytes or row == len(sizes) - 1:
+                groups.append((start, row + 1))
+                start, held = row + 1, 0
+        return groups
 
     def _row_group(
         self, samples: Sequence[FeatureSample], values: Sequence[list[np.ndarray]]
@@ -262,17 +274,6 @@ def _number(name: str) -> int:
 
 def _spans(raw: bytes) -> list[dict[str, int]]:
     return [{"start": start, "end": end} for start, end in np.frombuffer(raw, "<i4").reshape(-1, 2).tolist()]
-
-
-def _groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """[start, end) of runs of rows that hold about ROW_GROUP_BYTES each."""
-    groups, start, held = [], 0, 0
-    for row, size in enumerate(sizes):
-        held += size
-        if held >= ROW_GROUP_BYTES or row == len(sizes) - 1:
-            groups.append((start, row + 1))
-            start, held = row + 1, 0
-    return groups
 
 
 def _refuse_doubles(ids: Sequence[str], folder: Path) -> None:
