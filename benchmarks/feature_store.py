@@ -265,24 +265,31 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     small = options.quick
-    rounds, count, many, warm, builds, artifacts = (2, 150, 300, 150, 50, 20) if small else (5, 600, 10_000, 2000, 1000, 1000)
+    rounds, count, many, warm, builds, artifacts = (2, 150, 300, 150, 50, 20) if small else (3, 600, 10_000, 2000, 1000, 1000)
+    rows: list[dict[str, Any]] = []
+
+    def add(*more: dict[str, Any]) -> None:
+        rows.extend(more)
+        print_table(COLUMNS, more)  # as they come: a full run takes minutes
+
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="feature-store-") as temporary:
         base = Path(temporary)
         layouts = Layouts(base / "ours", base / "raw", base / "single")
         samples = make_samples(count, 64, LONGEST)
-        rows = measure_rates(layouts, samples, rounds)
+        add(*measure_rates(layouts, samples, rounds))
         groups = measure_groups(layouts, samples, 1 if small else 2)
         layouts.raw.unlink()
-        rows += measure_single(layouts, make_samples(many, 64, LONGEST), warm)
+        add(*measure_single(layouts, make_samples(many, 64, LONGEST), warm))
         shutil.rmtree(layouts.single)
-        rows.append({"what": "bytes per token, bf16 and top-16", "ours": bytes_per_token(layouts.ours), "bar": 3600.0})
+        add({"what": "bytes per token, bf16 and top-16", "ours": bytes_per_token(layouts.ours), "bar": 3600.0})
         size = doubled(base / "doubled", layouts.ours)
         memory = in_new_process("benchmarks.feature_store", {"folder": str(base / "doubled")})
-        rows.append({"what": f"peak GB of reading {size / 1e9:.1f} GB", "ours": memory["peak_gb"], "bar": 1.0})
+        add({"what": f"peak GB of reading {size / 1e9:.1f} GB", "ours": memory["peak_gb"], "bar": 1.0})
         for folder in (layouts.ours, base / "doubled"):
             shutil.rmtree(folder)
-        rows.append(measure_catalog(base / "builds", builds))
-        rows += measure_many_parts(base / "parts", artifacts, 100)
+        add(measure_catalog(base / "builds", builds))
+        add(*measure_many_parts(base / "parts", artifacts, 100))
+    print()
     print_table(COLUMNS, rows)
     print()
     print_table(GROUP_COLUMNS, groups)
