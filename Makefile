@@ -17,7 +17,7 @@ STAMP := .venv/.installed-$(EXTRA)-$(shell sha256sum pyproject.toml | cut -c1-16
 RUN = $(PY) -m flows $(1) $(TARGET) $(if $(strip $(SET)),--set $(SET))
 
 .DEFAULT_GOAL := help
-.PHONY: help install build-draft regenerate-data evaluate-draft plan report compare test test-fast lint deploy worker up ui down status sql check gc clean
+.PHONY: help install build-draft regenerate-data evaluate-draft compare-drafters ablate-draft scale-data reproduce plan report compare test test-fast lint deploy worker up ui down status sql check gc clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -46,6 +46,20 @@ regenerate-data: $(STAMP) ## the target's own answers to the prompts, and nothin
 
 evaluate-draft: $(STAMP) ## measure the finished draft again, for example with SET="evaluation.chain_length=7"
 	@$(call RUN,evaluate-draft)
+
+compare-drafters: $(STAMP) ## the recipe's drafters on one data set at one budget: a page with intervals and claims
+	@$(call RUN,compare-drafters)
+
+ablate-draft: $(STAMP) ## the draft with and without the paper's changes (Table 2)
+	@$(call RUN,ablate-draft)
+
+scale-data: $(STAMP) ## what 2, 4, 8 times the data buys, for one drafter and another (Figures 1 and 4)
+	@$(call RUN,scale-data)
+
+reproduce: $(STAMP) ## the three of them, one after the other; ended in the middle, the same command goes on
+	@$(call RUN,ablate-draft)
+	@$(call RUN,scale-data)
+	@$(call RUN,compare-drafters)
 
 plan: $(STAMP) ## what a build would do: which stages are there, which are to be made
 	@$(call RUN,plan)

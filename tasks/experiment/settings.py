@@ -54,9 +54,44 @@ class Experiment(BaseModel):
     bootstrap: Annotated[int, Field(ge=1)] = Field(1000, description="Resamples of the prompts")
 
 
-class ScaleData(Experiment):
-    """Each arm on rising shares of the same answers; a smaller share lies within every larger one."""
+class CompareDrafters(Experiment):
+    """Any drafters at one budget; each is held against the last."""
 
+    arms: list[Arm] = Field(
+        [
+            Arm(name="SpS", set={"draft.drafter": "sps"}),
+            Arm(name="EAGLE-1", set={"draft.drafter": "eagle1"}),
+            Arm(name="EAGLE-2", set={"draft.drafter": "eagle2"}),
+            Arm(name="DFlash", set={"draft.drafter": "dflash"}),
+            Arm(name="EAGLE-3", set={"draft.drafter": "eagle3"}),
+            Arm(name="EAGLE-3.1", set={"draft.drafter": "eagle3.1"}),
+        ]
+    )
+
+
+class AblateDraft(Experiment):
+    """From the weakest arm to the strongest; each step is a claim."""
+
+    arms: list[Arm] = Field(
+        [
+            Arm(name="EAGLE-2", set={"draft.drafter": "eagle2"}),
+            Arm(name="EAGLE-2, no constraint", set={"draft.drafter": "eagle2-ttt"}),
+            Arm(name="EAGLE-3", set={"draft.drafter": "eagle3"}),
+        ]
+    )
+
+
+class ScaleData(Experiment):
+    """The first arm against the last, on rising shares of the same answers; a smaller share lies within every larger
+    one.
+    """
+
+    arms: list[Arm] = Field(
+        [
+            Arm(name="EAGLE", set={"draft.drafter": "eagle1"}),
+            Arm(name="EAGLE-3", set={"draft.drafter": "eagle3"}),
+        ]
+    )
     shares: list[Share] = Field([0.125, 0.25, 0.5, 1.0], min_length=2)
     between_seeds: list[int] = Field([0], min_length=1, description="Seeds of the shares between the first and the last")
     trees: bool = False
@@ -69,32 +104,10 @@ class ScaleData(Experiment):
 
 
 class Experiments(BaseModel):
-    """compare_drafters: any drafters at one budget. ablate_draft: from the weakest arm to the strongest, each
-    step a claim. scale_data: the first arm against the last, over shares of the data.
-    """
+    """What the flows of these names do with a recipe."""
 
     model_config = STRICT
 
-    compare_drafters: Experiment = Experiment(
-        arms=[
-            Arm(name="SpS", set={"draft.drafter": "sps"}),
-            Arm(name="EAGLE-1", set={"draft.drafter": "eagle1"}),
-            Arm(name="EAGLE-2", set={"draft.drafter": "eagle2"}),
-            Arm(name="DFlash", set={"draft.drafter": "dflash"}),
-            Arm(name="EAGLE-3.1", set={"draft.drafter": "eagle3.1"}),
-            Arm(name="EAGLE-3", set={"draft.drafter": "eagle3"}),
-        ]
-    )
-    ablate_draft: Experiment = Experiment(
-        arms=[
-            Arm(name="EAGLE-2", set={"draft.drafter": "eagle2"}),
-            Arm(name="EAGLE-2, no constraint", set={"draft.drafter": "eagle2-ttt"}),
-            Arm(name="EAGLE-3", set={"draft.drafter": "eagle3"}),
-        ]
-    )
-    scale_data: ScaleData = ScaleData(
-        arms=[
-            Arm(name="EAGLE", set={"draft.drafter": "eagle1"}),
-            Arm(name="EAGLE-3", set={"draft.drafter": "eagle3"}),
-        ]
-    )
+    compare_drafters: CompareDrafters = CompareDrafters()
+    ablate_draft: AblateDraft = AblateDraft()
+    scale_data: ScaleData = ScaleData()
