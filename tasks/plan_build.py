@@ -22,6 +22,7 @@ from tasks.prepare_target import TargetInfo
 from tasks.recipe import Recipe
 from tasks.stage_task import duration
 from tasks.statistics import SourceStatistics, source_statistics
+from tasks.streaming.costs import streaming_seconds
 from tasks.templates import Template
 from tasks.train_draft import CPU_RATE, GPU_RATE, multiply_adds
 
@@ -75,13 +76,17 @@ def expect(recipe: Recipe, target: TargetInfo, statistics: Sequence[SourceStatis
     engines = engine_count(recipe, target, 64)
     answering = engine_seconds(recipe, target, engines, worked)
     capturing = 0.0 if made_by_responses(recipe) else engine_seconds(recipe, target, engines, stored)
+    size = stored * feature_bytes_per_token(recipe, target)
+    if recipe.store.window_gb is not None:
+        capturing = streaming_seconds(recipe, target, stored, recipe.training.epochs)
+        size = min(size, 1e9 * recipe.store.window_gb)
     passed = learnt * recipe.training.epochs
     # The draft's weights, its optimizer's two moments and master copy in fp32, for two checkpoints and the
     # result.
     draft_bytes = multiply_adds(target, min(recipe.vocabulary.size, target.vocab_size)) / 3 * 4 * (2 * 3 + 1)
     return [
         Expected("make-responses", worked, stored * RESPONSE_BYTES_PER_TOKEN, answering),
-        Expected("extract-features", stored, stored * feature_bytes_per_token(recipe, target), capturing),
+        Expected("extract-features", stored, size, capturing),
         Expected("train-draft", passed, draft_bytes, _training_seconds(recipe, target, passed)),
     ]
 
@@ -127,7 +132,7 @@ def lines(recipe: Recipe, target: TargetInfo, statistics: Sequence[SourceStatist
     found.append(f"disk: {_size(needed)} needed in {recipe.store.uri}, {_size(free)} free")
     if needed > free:
         found.append(
-            "not enough room: point store.uri elsewhere, or lower a source's limit, or features.dtype"
+            "not enough room: set store.window_gb, point store.uri elsewhere, or lower a source's limit"
         )
     return found
 

@@ -20,8 +20,8 @@ from eagle3core.trainer import DRY_STEPS
 from eagle3core.training_config import TrainingConfig
 from storage.feature_spec import FeatureSpec
 from storage.folder import PartFolder
+from tasks.devices import cuda_devices
 from tasks.documents import split_train
-from tasks.engines.pool import cuda_devices
 from tasks.recipe import Recipe
 from tasks.streaming.fills import Schedule, WindowError
 from tasks.streaming.rows import ROWS, Promised, kept_rows, rows_of

@@ -9,7 +9,7 @@ import pytest
 
 from storage.artifacts import ArtifactStore
 from tasks import prepare_conversations
-from tasks.plan_build import expect, feature_bytes_per_token, lines, page
+from tasks.plan_build import Expected, expect, feature_bytes_per_token, lines, page
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import Recipe, build_recipe
 from tasks.statistics import SourceStatistics, script_of, source_statistics
@@ -91,6 +91,20 @@ def test_a_page_has_every_source_and_every_later_stage_and_makes_conversations_a
         assert stage in text
     assert len(store.list("conversations")) == 1
     assert not any(store.list(kind) for kind in ("responses", "features", "draft"))
+
+
+def test_a_window_bounds_the_disk_and_every_epoch_reads_again(made):
+    recipe, target = made
+    statistics = SourceStatistics("s", 20, 16, 0, user_turns=16, counted=16, prompt_tokens=16 * 30)
+    size = 16 * 100 * feature_bytes_per_token(recipe, target)
+
+    def features(epochs: int, window: float) -> Expected:
+        overrides = {"store.window_gb": window / 1e9, "training.epochs": epochs}
+        return expect(build_recipe(recipe.model_dump(mode="json"), overrides), target, [statistics])[1]
+
+    assert features(1, size / 2).bytes == size / 2 and features(1, 2 * size).bytes == size
+    assert features(1, 2 * size).seconds == features(3, 2 * size).seconds > 0
+    assert features(3, size / 2).seconds > 2 * features(1, size / 2).seconds
 
 
 def test_a_disk_that_is_too_small_is_said(made):

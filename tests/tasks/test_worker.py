@@ -68,6 +68,20 @@ def test_text_depends_on_the_jobs_seed_and_not_on_the_batch(target, tmp_path, mo
     assert [name for name in alone if alone[name] == other[name]] == greedy
 
 
+def test_the_states_of_a_text_are_the_same_to_the_bit_whatever_is_read_beside_it(target):
+    texts = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16], [9, 8, 7, 6]]
+
+    def states(read: list[list[int]]) -> dict[str, torch.Tensor]:
+        engine = HuggingFaceEngine(target, options(8), CAPTURE)
+        for text in read:
+            engine.add(Request(str(text), text))
+        return {finished.id: finished.states for _ in read for finished in engine.step()}
+
+    together, alone = states(texts), {name: value for text in texts for name, value in states([text]).items()}
+    assert together.keys() == alone.keys()
+    assert all(torch.equal(together[name], alone[name]) for name in alone)
+
+
 def test_batched_steps_give_what_transformers_itself_generates(target):
     engine = HuggingFaceEngine(target, options(8), replace(CAPTURE, layer_ids=(1, 2, 3, 4)))
     prompts = [[5, 6, 7, 8, 9 + i] for i in range(3)]
