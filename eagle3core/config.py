@@ -25,7 +25,7 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
 class DraftConfig:
     """Everything a server needs to rebuild the draft; each value is written out in full on export.
 
-    `layer_ids` are indices into the target's HF `hidden_states`: three, or the last one alone. `fc_norm` and
+    `layer_ids` are indices into the target's HF `hidden_states`: three, the last one alone, or none. `fc_norm` and
     `norm_output` are the two flags of EAGLE-3.1: an RMSNorm per captured state before `fc`, and the post-norm output
     fed back.
     """
@@ -60,8 +60,8 @@ class DraftConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even: RoPE rotates pairs")
-        if len(self.layer_ids) not in (1, 3):
-            raise ValueError(f"layer_ids {self.layer_ids}: servers give a head exactly three states, or the last one alone")
+        if len(self.layer_ids) not in (0, 1, 3):
+            raise ValueError(f"layer_ids {self.layer_ids}: a draft reads three states, the last one alone, or none")
 
     @property
     def feature_size(self) -> int:
@@ -95,7 +95,7 @@ class DraftConfig:
             "rope_theta": theta,
             "rope_scaling": scaling,
             "max_position_embeddings": target["max_position_embeddings"],
-            "layer_ids": tuple(layer_ids or default_layer_ids(target["num_hidden_layers"])),
+            "layer_ids": tuple(default_layer_ids(target["num_hidden_layers"]) if layer_ids is None else layer_ids),
             "target_hidden_size": target["hidden_size"],
             "bos_token_id": target.get("bos_token_id"),
             "eos_token_id": target.get("eos_token_id"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle3core.decoding.cached import DraftCache
+from eagle3core.decoding.cached import DraftState
 from eagle3core.decoding.propose import Chain, DynamicTree, Nothing, Proposer
 from eagle3core.decoding.target import TargetModel, prompt_block, tree_block
 from eagle3core.drafters import drafter_of
@@ -68,6 +68,10 @@ class Costs:
         width = proposer.steps / max(1, proposer.depth - 1)
         return verified + self.commit.at(tau) + (proposer.depth - 1) * self.step.at(width)
 
+    def speed_up(self, proposer: Proposer, tau: float) -> float:
+        """Tokens per second over those of no draft at all."""
+        return tau * self.round_seconds(Nothing(), 1.0) / self.round_seconds(proposer, tau)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -103,8 +107,7 @@ def best_choice(costs: Costs, choices: Sequence[Choice]) -> Choice:
 
 
 def _choice(costs: Costs, proposer: Proposer, tau: float) -> Choice:
-    seconds = costs.round_seconds(proposer, tau)
-    return Choice(proposer, tau, seconds, tau * costs.round_seconds(Nothing(), 1.0) / seconds)
+    return Choice(proposer, tau, costs.round_seconds(proposer, tau), costs.speed_up(proposer, tau))
 
 
 @torch.no_grad()
@@ -178,7 +181,7 @@ class _Bench:
     def _tokens(self, size: int) -> Tensor:
         return torch.randint(self._target.vocab_size, (self._batch, size), generator=self._generator)
 
-    def _drafters(self) -> list[DraftCache]:
+    def _drafters(self) -> list[DraftState]:
         """One for each call: a call leaves its nodes behind."""
         fresh = [drafter_of(self._draft).decoder(self._draft, self._batch, self._room) for _ in range(self._repeats + 1)]
         tokens = self._tokens(self._features.shape[1])

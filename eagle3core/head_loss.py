@@ -110,7 +110,7 @@ class _HeadLoss(torch.autograd.Function):
         values, alpha = states.new_empty(count), states.new_empty(count)
         hits = torch.empty(count, dtype=torch.bool, device=states.device)
         weight = head.to(work.dtype)
-        grads = _Gradients.of(states, norm, head) if work.gradients else None
+        grads = _Gradients.of(states, norm, head if ctx.needs_input_grad[2] else None) if work.gradients else None
         size = min(count, max(64, LOGITS_BYTES[states.device.type] // (4 * len(head))))
         buffer = weight.new_empty(size, len(head))  # one for all chunks: fresh memory costs page faults
         for chunk in work.rows.chunks(size):
@@ -134,7 +134,7 @@ class _HeadLoss(torch.autograd.Function):
         del ctx.grads  # scaled in place: a second backward would be wrong, so it finds nothing
         tensors = (grads.states, grads.norm, grads.head)
         if grad.is_cuda or grad != 1:  # the usual 1 saves a pass over the head's gradient
-            tensors = tuple(tensor.mul_(grad) for tensor in tensors)
+            tensors = tuple(tensor if tensor is None else tensor.mul_(grad) for tensor in tensors)
         return *tensors, None
 
 
@@ -168,16 +168,16 @@ def _row_losses(logits: Tensor, work: _Work, chunk: slice) -> tuple[Tensor, Tens
 
 @dataclass
 class _Gradients:
-    """Gradients of states [rows, H], norm [H] and head [D, H], summed over chunks in fp32."""
+    """Gradients of states [rows, H], norm [H] and head [D, H], summed over chunks in fp32; None for a frozen head."""
 
     states: Tensor
     norm: Tensor
-    head: Tensor
+    head: Tensor | None
     started: bool = False
 
     @classmethod
-    def of(cls, states: Tensor, norm: Tensor, head: Tensor) -> _Gradients:
-        return cls(torch.zeros_like(states), torch.zeros_like(norm), torch.empty_like(head))
+    def of(cls, states: Tensor, norm: Tensor, head: Tensor | None) -> _Gradients:
+        return cls(torch.zeros_like(states), torch.zeros_like(norm), None if head is None else torch.empty_like(head))
 
     def add_head(self, slope: Tensor, weight: Tensor, normed: Tensor, row_weights: Tensor) -> Tensor:
         """Take in the head's part of a chunk whose loss has gradient `slope` [rows, D] at its logits, before
@@ -186,6 +186,8 @@ class _Gradients:
         The row weights go onto the narrow factors, never over [rows, D].
         """
         slope = slope.to(weight.dtype)
+        if self.head is None:
+            return (slope @ weight).float().mul_(row_weights)
         weighted = normed.mul_(row_weights).to(weight.dtype)
         if weight.dtype == torch.float32:
             self.head.addmm_(slope.T, weighted, beta=float(self.started))

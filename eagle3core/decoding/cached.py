@@ -8,13 +8,33 @@ committed rows, its ancestors and itself (algorithms, sections 2 and 3). What a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from eagle3core.decoding.target import Block, SlotCache, tree_block
+
+
+class DraftState(Protocol):
+    """What decoding asks of a draft behind B texts: see `DraftCache`, which says it for drafts that feed themselves.
+
+    logits: [B, D], behind the text.
+    """
+
+    logits: Tensor
+
+    @property
+    def target_ids(self) -> Tensor: ...
+
+    def begin(self, token_ids: Tensor) -> None: ...
+
+    def commit(self, features: Tensor, token_ids: Tensor, counts: Tensor) -> None: ...
+
+    def step(self, token_ids: Tensor, parents: Tensor) -> Tensor: ...
+
+    def select(self, rows: Tensor) -> None: ...
 
 
 class DraftCache(ABC):
@@ -101,15 +121,13 @@ class DraftCache(ABC):
         positions = start - 1 + seen.sum(-1) - 1
         return Block(token_ids, positions, places[:, nodes - 1 :], mask)
 
-    def _attend(self, layer: int, block: Block, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Write a block's keys and values [B n, kv_heads, d] and attend with its queries [B n, heads, d] -> the same
-        shape."""
-        batch, rows = block.token_ids.shape
-        apart = lambda tensor: tensor.unflatten(0, (batch, rows)).transpose(1, 2)
-        keys, values = self._cache.write(
-            layer, block.slots.to(keys.device), apart(keys), apart(values), block.mask.shape[-1]
-        )
-        attended = F.scaled_dot_product_attention(
-            apart(queries), keys, values, attn_mask=block.mask[:, None].to(keys.device), enable_gqa=True
-        )
-        return attended.transpose(1, 2).flatten(0, 1)
+
+def attend(cache: SlotCache, layer: int, block: Block, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Write a block's keys and values [B n, kv_heads, d] and attend with its queries [B n, heads, d] -> the same
+    shape."""
+    batch, rows = block.token_ids.shape
+    apart = lambda tensor: tensor.unflatten(0, (batch, rows)).transpose(1, 2)
+    keys, values = cache.write(layer, block.slots.to(keys.device), apart(keys), apart(values), block.mask.shape[-1])
+    mask = block.mask[:, None].to(keys.device)
+    attended = F.scaled_dot_product_attention(apart(queries), keys, values, attn_mask=mask, enable_gqa=True)
+    return attended.transpose(1, 2).flatten(0, 1)

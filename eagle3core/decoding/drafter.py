@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from eagle3core.decoding.cached import DraftCache
+from eagle3core.decoding.cached import DraftCache, attend
 from eagle3core.decoding.target import Block
 
 
@@ -27,5 +27,5 @@ class Drafter(DraftCache):
         x = layer.attention_input(self._draft.embed_tokens(block.token_ids.flatten().to(device)), flat)
         cos, sin = self._draft.rope(block.positions.flatten().to(device), flat.dtype)
         queries = layer.self_attn.queries(x, cos, sin)
-        attended = self._attend(0, block, queries, *layer.self_attn.keys_values(x, cos, sin))
+        attended = attend(self._cache, 0, block, queries, *layer.self_attn.keys_values(x, cos, sin))
         return layer.finish(attended, flat).unflatten(0, hidden.shape[:2])

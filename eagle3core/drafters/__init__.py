@@ -58,11 +58,16 @@ class Line:
 
 
 DRAFTERS: dict[str, Line] = {
+    "sps": Line("eagle3core.drafters.sps:Sps", "tokens", {"layers": 4, "width": 256, "heads": 4}),
     "eagle1": Line("eagle3core.drafters.eagle1:Eagle1", "last", {"noise": 0.2, "token_weight": 0.1}),
     "eagle2": Line("eagle3core.drafters.eagle1:Eagle2", "last", {"noise": 0.2, "token_weight": 0.1}, weights_of="eagle1"),
     "eagle2-ttt": Line("eagle3core.drafters.eagle2_ttt:Eagle2Ttt", "last"),
     "eagle3": Line("eagle3core.drafters.eagle3:Eagle3"),
     "eagle3.1": Line("eagle3core.drafters.eagle3:Eagle3", means={"fc_norm": True, "norm_output": True}),
+    "dflash": Line(
+        "eagle3core.drafters.dflash:DFlash",
+        options={"block": 8, "layers": 2, "gamma": 4.0, "anchors": 0.25, "mask_token_id": 1},
+    ),
 }
 
 

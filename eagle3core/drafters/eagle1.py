@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eagle3core.config import ARCHITECTURE, DraftConfig
-from eagle3core.decoding.cached import DraftCache
+from eagle3core.decoding.cached import DraftCache, attend
 from eagle3core.decoding.propose import DynamicTree, Proposer, StaticTree
 from eagle3core.decoding.target import Block
 from eagle3core.draft import DraftAttention, DraftMLP
@@ -187,7 +187,7 @@ class Eagle1Cache(DraftCache):
         x = draft.fc(torch.cat([embeds, hidden.flatten(0, 1)], dim=-1))
         cos, sin = draft.rope(block.positions.flatten().to(device), x.dtype)
         queries = layer.self_attn.queries(x, cos, sin)
-        attended = self._attend(0, block, queries, *layer.self_attn.keys_values(x, cos, sin))
+        attended = attend(self._cache, 0, block, queries, *layer.self_attn.keys_values(x, cos, sin))
         x = x + layer.self_attn.o_proj(attended.flatten(1))
         return (x + layer.mlp(layer.post_attention_layernorm(x))).unflatten(0, hidden.shape[:2])
 

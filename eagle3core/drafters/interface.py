@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3core.batch import Document
-from eagle3core.decoding.cached import DraftCache
+from eagle3core.decoding.cached import DraftState
 from eagle3core.decoding.propose import DynamicTree, Proposer
 from eagle3core.training_config import TrainingConfig
 from eagle3core.ttt import TrainingTimeTest
@@ -83,7 +83,7 @@ class Drafter(ABC):
         """How its chains run over packed rows, with the text as input: training and estimates alike."""
 
     @abstractmethod
-    def decoder(self, draft: Any, batch: int, slots: int) -> DraftCache:
+    def decoder(self, draft: Any, batch: int, slots: int) -> DraftState:
         """Its drafting behind `batch` texts, with a cache of `slots` rows each."""
 
     def view(self, document: Document) -> Document:

@@ -52,6 +52,20 @@ class TableDraft:
         return torch.stack([table_logits("draft", context, len(self.target_ids)) for context in added])[None]
 
 
+class TableBlock(TableDraft):
+    """A block drafter: what it says at a place depends on the text alone, whatever was taken before that place."""
+
+    def __init__(self, context: tuple[int, ...], target_ids: Tensor) -> None:
+        super().__init__(context, target_ids)
+        self._text = len(context)
+
+    def step(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        super().step(token_ids, parents)
+        depths = [len(node) - self._text for node in self._nodes[-token_ids.shape[1] :]]
+        text = self._nodes[0]
+        return torch.stack([table_logits(f"place {depth}", text, len(self.target_ids)) for depth in depths])[None]
+
+
 class _Path:
     """A `Chance` that takes the decisions of `prefix`, then the first possible one each time."""
 

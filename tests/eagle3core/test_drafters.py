@@ -51,7 +51,7 @@ def trained(target, prompts, texts, tmp_path_factory):
             draft = toys.make(name, target)
             documents = [toys.document(target, draft, t, len(p)) for p, t in zip(prompts, texts, strict=True)]
             config = TrainingConfig(
-                ttt_steps=LENGTH, epochs=40, tokens_per_batch=400, lr=5e-3, clip=5.0, evaluate_every=1000,
+                ttt_steps=LENGTH, epochs=25, tokens_per_batch=400, lr=5e-3, clip=5.0, evaluate_every=1000,
                 checkpoint_every=1000, threads=1,
             )  # fmt: skip
             losses: list[float] = []
@@ -73,16 +73,19 @@ def test_it_learns(trained, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_drafts_as_it_was_trained(target, prompts, texts, name):
-    """The same chain through the packed unroll and through the cache, committed in two parts as rounds do."""
     draft = toys.make(name, target)
-    which = drafter_of(draft)
     document = toys.document(target, draft, texts[0], len(prompts[0]))
+    require_same_logits(draft, document, toys.head(target, draft), drafter_of(draft).unroll())
+
+
+def require_same_logits(draft, document, head, unroll) -> None:
+    """The same chains through `unroll` and through the drafter's cache, committed in two parts as rounds do."""
+    which = drafter_of(draft)
     view = which.view(document)
     front = len(view.token_ids) - len(document.token_ids)
-    ids = draft_id_table(draft.t2d)
-    batch = pack([view], ids, LENGTH, follow=Chains.SERVED, target_head=toys.head(target, draft))
+    batch = pack([view], draft_id_table(draft.t2d), LENGTH, follow=Chains.SERVED, target_head=head)
     with torch.no_grad():
-        outputs = which.unroll()(draft, batch)
+        outputs = unroll(draft, batch)
         for place, packed_row in list(enumerate(batch.chains.tolist()))[:3]:
             row = packed_row - front
             state = which.decoder(draft, 1, 64)

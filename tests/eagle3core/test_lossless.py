@@ -9,7 +9,7 @@ import torch
 
 from eagle3core.decoding.propose import Chain, DynamicTree, Proposer, StaticTree
 from eagle3core.verify import Sampling, distribution
-from tests.eagle3core.table_models import TableDraft, TableTarget, every_outcome
+from tests.eagle3core.table_models import TableBlock, TableDraft, TableTarget, every_outcome
 
 CONTEXT = (0, 1)
 SAMPLINGS = [
@@ -24,9 +24,11 @@ SAMPLINGS = [
 NAMES = [f"T{s.temperature:g}-k{s.top_k}-p{s.top_p:g}" for s in SAMPLINGS]
 
 
-def one_round(proposer: Proposer, target: TableTarget, target_ids: torch.Tensor, chance) -> tuple[int, ...]:
+def one_round(
+    proposer: Proposer, target: TableTarget, target_ids: torch.Tensor, chance, table: type[TableDraft] = TableDraft
+) -> tuple[int, ...]:
     """What a round adds to the text."""
-    draft, last = TableDraft(CONTEXT, target_ids), torch.tensor([CONTEXT[-1]])
+    draft, last = table(CONTEXT, target_ids), torch.tensor([CONTEXT[-1]])
     tree = proposer.propose(draft, last, target.vocab, [chance])
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
     contexts: list[tuple[int, ...]] = []
@@ -45,14 +47,20 @@ def text_probability(target: TableTarget, tokens: tuple[int, ...], start: int = 
     return probability
 
 
-def check(proposer: Proposer, vocab: int, sampling: Sampling, draft_vocab: int | None = None) -> None:
+def check(
+    proposer: Proposer,
+    vocab: int,
+    sampling: Sampling,
+    draft_vocab: int | None = None,
+    table: type[TableDraft] = TableDraft,
+) -> None:
     """A round's output, completed by the target alone to depth + 1 tokens, against the target alone."""
     target = TableTarget(vocab, sampling)
     target_ids = torch.arange(vocab)[vocab - (draft_vocab or vocab) :]
     length = proposer.depth + 1
     found = dict.fromkeys(itertools.product(range(vocab), repeat=length), 0.0)
     total = 0.0
-    for probability, added in every_outcome(lambda chance: one_round(proposer, target, target_ids, chance)):
+    for probability, added in every_outcome(lambda chance: one_round(proposer, target, target_ids, chance, table)):
         total += probability
         for rest in itertools.product(range(vocab), repeat=length - len(added)):
             text = (*added, *rest)
@@ -95,6 +103,14 @@ def test_static_tree_of_two_levels(vocab, sampling):
 @pytest.mark.parametrize("sampling", [Sampling(0.5), Sampling(1.5)], ids=["T0.5", "T1.5"])
 def test_static_tree_with_greedy_children(sampling):
     check(StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0)), None), 5, sampling)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=NAMES)
+@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
+def test_a_block_that_is_drafted_at_once(sampling, drawn):
+    """DFlash: places are independent of one another, and the text is the target's all the same."""
+    check(Chain(2, sampling if drawn else None), 4, sampling, table=TableBlock)
+    check(DynamicTree(nodes=6, depth=2, top_k=3), 4, sampling, table=TableBlock)
 
 
 @pytest.mark.parametrize("proposer", [Chain(2, Sampling(1.0)), Chain(2), DynamicTree(5, 2, 2)], ids=str)
