@@ -22,7 +22,7 @@ Key = tuple[str, str]
 
 
 class Use(StrEnum):
-    """`used`: a published draft came from it, or it is one. `superseded`: the same work was done again by a
+    """`used`: a published draft or an experiment came from it, or it is one. `superseded`: the same work was done again by a
     newer version of a stage. `broken`: something it was made from is gone. `orphaned`: nothing published
     came from it (yet).
     """

@@ -123,6 +123,14 @@ def test_what_is_used_superseded_broken_and_orphaned(store: ArtifactStore):
     }
 
 
+def test_an_experiments_drafts_are_in_use_though_none_is_published(store: ArtifactStore):
+    build(store, "a", conversations(store), publish=False)
+    (acceptance,) = store.list("acceptance")
+    put(store, "experiment", "page", acceptance)
+    lineage = Lineage.of(store.manifest(ref) for ref in store.list())
+    assert {lineage.use(key) for key in lineage.manifests} == {Use.USED}
+
+
 def test_work_done_again_by_a_newer_upstream_supersedes_the_whole_line(store: ArtifactStore):
     build(store, "a", conversations(store, "c1", version=1))
     time.sleep(0.005)
