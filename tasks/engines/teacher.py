@@ -68,9 +68,10 @@ class TargetHead:
         states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps) * self.norm
         logits = states @ self.head.T
         values, ids = logits.topk(k, dim=-1)
-        total = logits.logsumexp(-1)
-        # What is outside is summed by itself: 1 - sum(inside) would cancel where the target is sure.
+        # What is outside is summed by itself: 1 - sum(inside) would cancel where the target is sure. The whole follows
+        # from both, without a second pass over the vocabulary.
         rest = logits.scatter_(-1, ids, float("-inf")).logsumexp(-1)
+        total = torch.logaddexp(values.logsumexp(-1), rest)
         return ids.int().cpu(), (values - total[:, None]).cpu(), (rest - total).cpu()
 
 
