@@ -265,19 +265,21 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     small = options.quick
-    rounds, count, many, warm, builds, artifacts = (2, 150, 300, 150, 50, 20) if small else (3, 600, 10_000, 2000, 1000, 1000)
+    rounds, count, many, warm, builds, artifacts = (2, 150, 300, 150, 50, 20) if small else (3, 600, 10_000, 1000, 1000, 1000)
     rows: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
 
     def add(*more: dict[str, Any]) -> None:
+        # As they come: a full run takes minutes, and one that is cut has what it measured.
         rows.extend(more)
-        print_table(COLUMNS, more)  # as they come: a full run takes minutes
+        print_table(COLUMNS, more)
+        write_results("feature_store", {"rows": rows, "row_groups": groups}, options)
 
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="feature-store-") as temporary:
         base = Path(temporary)
         layouts = Layouts(base / "ours", base / "raw", base / "single")
         samples = make_samples(count, 64, LONGEST)
         add(*measure_rates(layouts, samples, rounds))
-        groups = measure_groups(layouts, samples, 1 if small else 2)
         layouts.raw.unlink()
         add(*measure_single(layouts, make_samples(many, 64, LONGEST), warm))
         shutil.rmtree(layouts.single)
@@ -288,12 +290,11 @@ def main() -> None:
         for folder in (layouts.ours, base / "doubled"):
             shutil.rmtree(folder)
         add(measure_catalog(base / "builds", builds))
+        groups += measure_groups(layouts, samples, 1 if small else 2)
+        print_table(GROUP_COLUMNS, groups)
         add(*measure_many_parts(base / "parts", artifacts, 100))
     print()
     print_table(COLUMNS, rows)
-    print()
-    print_table(GROUP_COLUMNS, groups)
-    write_results("feature_store", {"rows": rows, "row_groups": groups}, options)
 
 
 def bytes_per_token(folder: Path) -> float:
