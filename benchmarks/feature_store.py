@@ -193,18 +193,18 @@ def measure_groups(layouts: Layouts, samples: Sequence[FeatureSample], rounds: i
     return rows
 
 
-def doubled(folder: Path, ours: Path) -> int:
-    """A store of twice the parts: every part a second time as a hard link, which a reader maps by itself; returns bytes."""
+def repeated(folder: Path, ours: Path, times: int) -> int:
+    """A store of every part `times` times, as hard links that a reader maps each by itself; returns its bytes."""
     folder.mkdir()
-    index = pq.read_table(ours / "index.parquet")
-    parts = sorted(ours.glob("part-*.parquet"))
-    for number, part in enumerate([*parts, *parts]):
-        os.link(part, folder / f"part-{number:05}.parquet")
-    place = index.schema.get_field_index("part")
-    later = pc.add(index["part"], pa.scalar(len(parts), pa.int32()))
-    again = index.set_column(place, index.schema.field(place), later)
-    pq.write_table(pa.concat_tables([index, again]), folder / "index.parquet")
-    return 2 * sum(part.stat().st_size for part in parts)
+    index, parts = pq.read_table(ours / "index.parquet"), sorted(ours.glob("part-*.parquet"))
+    place, tables = index.schema.get_field_index("part"), []
+    for turn in range(times):
+        for number, part in enumerate(parts):
+            os.link(part, folder / f"part-{turn * len(parts) + number:05}.parquet")
+        later = pc.add(index["part"], pa.scalar(turn * len(parts), pa.int32()))
+        tables.append(index.set_column(place, index.schema.field(place), later))
+    pq.write_table(pa.concat_tables(tables), folder / "index.parquet")
+    return times * sum(part.stat().st_size for part in parts)
 
 
 def measure_memory(case: dict[str, Any]) -> dict[str, float]:
@@ -284,10 +284,10 @@ def main() -> None:
         add(*measure_single(layouts, make_samples(many, 64, LONGEST), warm))
         shutil.rmtree(layouts.single)
         add({"what": "bytes per token, bf16 and top-16", "ours": bytes_per_token(layouts.ours), "bar": 3600.0})
-        size = doubled(base / "doubled", layouts.ours)
-        memory = in_new_process("benchmarks.feature_store", {"folder": str(base / "doubled")})
+        size = repeated(base / "repeated", layouts.ours, 2)
+        memory = in_new_process("benchmarks.feature_store", {"folder": str(base / "repeated")})
         add({"what": f"peak GB of reading {size / 1e9:.1f} GB", "ours": memory["peak_gb"], "bar": 1.0})
-        for folder in (layouts.ours, base / "doubled"):
+        for folder in (layouts.ours, base / "repeated"):
             shutil.rmtree(folder)
         add(measure_catalog(base / "builds", builds))
         groups += measure_groups(layouts, samples, 1 if small else 2)
