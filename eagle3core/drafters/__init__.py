@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 class Line:
     """Where a drafter is and what a recipe must know of it.
 
-    at: "module:class". reads: of the target's states, three layers, its last one, or none: its tokens alone.
-    options: keys of the recipe's `draft.options`, with their defaults. means: what the name says of the recipe's
-    other `draft` keys. weights_of: the drafter whose trained weights it takes.
+    at: "module:class". title: its name in prose. reads: of the target's states, three layers, its last one, or none:
+    its tokens alone. method, sglang: vLLM's name for it, and SGLang's where that serves it. options: keys of the
+    recipe's `draft.options`, with their defaults. means: what the name says of the recipe's other `draft` keys.
+    weights_of: the drafter whose trained weights it takes.
     """
 
     at: str
+    title: str
     reads: Literal["layers", "last", "tokens"] = "layers"
+    method: str = "eagle3"
+    sglang: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     means: Mapping[str, Any] = field(default_factory=dict)
     weights_of: str | None = None
@@ -58,17 +62,26 @@ class Line:
 
 
 DRAFTERS: dict[str, Line] = {
-    "sps": Line("eagle3core.drafters.sps:Sps", "tokens", {"layers": 4, "width": 256, "heads": 4}),
-    "eagle1": Line("eagle3core.drafters.eagle1:Eagle1", "last", {"noise": 0.2, "token_weight": 0.1}),
-    "eagle2": Line("eagle3core.drafters.eagle1:Eagle2", "last", {"noise": 0.2, "token_weight": 0.1}, weights_of="eagle1"),
-    "eagle2-ttt": Line("eagle3core.drafters.eagle2_ttt:Eagle2Ttt", "last"),
-    "eagle3": Line("eagle3core.drafters.eagle3:Eagle3"),
-    "eagle3.1": Line("eagle3core.drafters.eagle3:Eagle3", means={"fc_norm": True, "norm_output": True}),
-    "dflash": Line(
-        "eagle3core.drafters.dflash:DFlash",
-        options={"block": 8, "layers": 2, "gamma": 4.0, "anchors": 0.25, "mask_token_id": 1},
+    "sps": Line(
+        "eagle3core.drafters.sps:Sps", "SpS", "tokens", "draft_model", options={"layers": 4, "width": 256, "heads": 4}
     ),
-}
+    "eagle1": Line(
+        "eagle3core.drafters.eagle1:Eagle1", "EAGLE-1", "last", "eagle", "EAGLE", {"noise": 0.2, "token_weight": 0.1}
+    ),
+    "eagle2": Line(
+        "eagle3core.drafters.eagle1:Eagle2", "EAGLE-2", "last", "eagle", "EAGLE", {"noise": 0.2, "token_weight": 0.1},
+        weights_of="eagle1",
+    ),
+    "eagle2-ttt": Line(
+        "eagle3core.drafters.eagle2_ttt:Eagle2Ttt", "EAGLE-2 (no feature constraint)", "last", means={"fc_norm": False}
+    ),
+    "eagle3": Line("eagle3core.drafters.eagle3:Eagle3", "EAGLE-3", sglang="EAGLE3"),
+    "eagle3.1": Line("eagle3core.drafters.eagle3:Eagle3", "EAGLE-3.1", means={"fc_norm": True, "norm_output": True}),
+    "dflash": Line(
+        "eagle3core.drafters.dflash:DFlash", "DFlash", method="dflash",
+        options={"block": 6, "layers": 2, "gamma": 4.0, "anchors": 0.25, "mask_token_id": 1},
+    ),
+}  # fmt: skip
 
 
 @cache

@@ -38,7 +38,8 @@ from eagle3core.windows import find_windows
 
 @dataclass(frozen=True)
 class BlockShape:
-    """block: places, the anchor included. mask_token_id: whose embedding stands for a token that is not known yet.
+    """block: places, the anchor included; a server must draft block - 1 tokens, for every place sees all others, and
+    one less is another block. mask_token_id: whose embedding stands for a token that is not known yet.
     gamma: decay of the loss along the block. anchors: share of the rows that a step trains from.
     """
 
@@ -222,8 +223,6 @@ class DFlashCache:
 
 
 class DFlash(Drafter):
-    method = "dflash"
-
     def build(
         self, target: TargetParts, vocabulary: Tensor, layer_ids: Sequence[int], settings: Mapping[str, Any]
     ) -> DFlashDraft:
@@ -290,4 +289,4 @@ class DFlash(Drafter):
 
     def tree(self) -> Proposer:
         """A block is a chain: what stands at a place does not depend on what was taken before it."""
-        return Chain(7)
+        return Chain(5)

@@ -193,9 +193,6 @@ class Eagle1Cache(DraftCache):
 
 
 class Eagle1(Drafter):
-    method = "eagle"
-    whole_vocabulary = True
-
     def build(
         self, target: TargetParts, vocabulary: Tensor, layer_ids: Sequence[int], settings: Mapping[str, Any]
     ) -> Eagle1Draft:

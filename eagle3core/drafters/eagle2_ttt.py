@@ -7,7 +7,6 @@ hands it over. The middle row of Table 2 (arXiv 2503.01840).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from eagle3core.decoding.propose import DynamicTree
 from eagle3core.draft import Eagle3Draft
 from eagle3core.drafters.eagle3 import Eagle3
 from eagle3core.drafters.interface import TargetParts
-from eagle3core.export import load_draft
 
 EAGLE2_DEPTH = 6
 
@@ -41,17 +39,19 @@ class LastStateDraft(Eagle3Draft):
 
 
 class Eagle2Ttt(Eagle3):
+    kind = LastStateDraft
+
     def build(
         self, target: TargetParts, vocabulary: Tensor, layer_ids: Sequence[int], settings: Mapping[str, Any]
     ) -> LastStateDraft:
-        draft = LastStateDraft(DraftConfig.from_target(target.config, len(vocabulary), tuple(layer_ids)))
+        draft = super().build(target, vocabulary, layer_ids, settings)
         draft.target_norm.copy_(target.norm)
-        return self._start(draft, target, vocabulary, settings)
+        return draft
 
     def load(self, folder: Path, target: TargetParts) -> LastStateDraft:
-        draft = load_draft(folder, target.embedding, LastStateDraft)
+        draft = super().load(folder, target)
         draft.target_norm.copy_(target.norm)
         return draft
 
     def tree(self) -> DynamicTree:
-        return replace(super().tree(), depth=EAGLE2_DEPTH)
+        return DynamicTree(depth=EAGLE2_DEPTH)

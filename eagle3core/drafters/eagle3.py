@@ -21,19 +21,15 @@ from eagle3core.unroll import Unroll
 
 
 class Eagle3(Drafter):
-    method = "eagle3"
+    """kind: the module; a subclass of it is another drafter."""
+
+    kind = Eagle3Draft
 
     def build(
         self, target: TargetParts, vocabulary: Tensor, layer_ids: Sequence[int], settings: Mapping[str, Any]
     ) -> Eagle3Draft:
         flags = {name: settings[name] for name in ("fc_norm", "norm_output")}
-        draft = Eagle3Draft(DraftConfig.from_target(target.config, len(vocabulary), tuple(layer_ids), **flags))
-        return self._start(draft, target, vocabulary, settings)
-
-    def _start(
-        self, draft: Eagle3Draft, target: TargetParts, vocabulary: Tensor, settings: Mapping[str, Any]
-    ) -> Any:
-        """Give a new draft its vocabulary and what it takes from the target."""
+        draft = self.kind(DraftConfig.from_target(target.config, len(vocabulary), tuple(layer_ids), **flags))
         draft.set_vocabulary(vocabulary)
         if settings["start_from_target"]:
             draft.start_from_target(target.embedding, target.head, target.norm)
@@ -45,7 +41,7 @@ class Eagle3(Drafter):
         save_draft(draft, folder)
 
     def load(self, folder: Path, target: TargetParts) -> Eagle3Draft:
-        return load_draft(folder, target.embedding)
+        return load_draft(folder, target.embedding, self.kind)
 
     def unroll(self, dtype: torch.dtype = torch.float32, *, compiled: bool = False, recompute: bool = False) -> Unroll:
         return (Unroll.compiled if compiled else Unroll)(dtype, recompute=recompute)

@@ -57,11 +57,7 @@ class Draft(Protocol):
 
 
 class Drafter(ABC):
-    """One way to draft; stateless. `method` is the name under which vLLM serves it, None where it cannot."""
-
-    method: str | None = None
-    # Whether its draft speaks the target's whole vocabulary; the recipe's draft vocabulary is then not used.
-    whole_vocabulary = False
+    """One way to draft; stateless."""
 
     @abstractmethod
     def build(self, target: TargetParts, vocabulary: Tensor, layer_ids: Sequence[int], settings: Mapping[str, Any]) -> Any:

@@ -111,9 +111,6 @@ class SpsCache(DraftCache):
 
 
 class Sps(Drafter):
-    method = "draft_model"
-    whole_vocabulary = True
-
     def build(
         self, target: TargetParts, vocabulary: Tensor, layer_ids: Sequence[int], settings: Mapping[str, Any]
     ) -> SpsDraft:

@@ -11,7 +11,7 @@ import torch
 from eagle3core.acceptance import Response
 from eagle3core.decoding.propose import Chain
 from eagle3core.decoding.speculate import Decoding, speculate
-from eagle3core.drafters import DRAFTERS, drafter, drafter_of, load_draft
+from eagle3core.drafters import DRAFTERS, Line, drafter, drafter_of, load_draft
 from eagle3core.estimate import estimate
 from eagle3core.packing import Chains, draft_id_table, pack
 from eagle3core.trainer import Trainer
@@ -167,6 +167,30 @@ def test_an_older_draft_is_eagle3(target, tmp_path: Path):
     assert config.pop("drafter") == "eagle3"
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_draft(tmp_path, toys.parts(target)).drafter == "eagle3"
+
+
+OWN = """
+from eagle3core.draft import Eagle3Draft
+from eagle3core.drafters.eagle3 import Eagle3
+
+class OwnDraft(Eagle3Draft):
+    drafter = "own"
+
+class Own(Eagle3):
+    kind = OwnDraft
+"""
+
+
+def test_a_new_drafter_is_one_file_and_one_line(target, prompts, texts, tmp_path, monkeypatch):
+    (tmp_path / "own_drafter.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(DRAFTERS, "own", Line("own_drafter:Own", "Own"))
+    draft = toys.make("own", target)
+    document = toys.document(target, draft, texts[0], len(prompts[0]))
+    head = toys.head(target, draft)
+    require_same_logits(draft, document, head, drafter_of(draft).unroll())
+    trainer = Trainer(draft, TrainingConfig(ttt_steps=2), Memory([document]), [document], tmp_path / "run", head)
+    assert load_draft(trainer.run().best, toys.parts(target)).drafter == "own"
 
 
 def test_a_drafter_that_is_not_there_names_those_that_are():
