@@ -9,12 +9,13 @@ the run without a window.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,11 +179,10 @@ class Watch(threading.Thread):
 def used(folder: Path) -> int:
     """Bytes that a folder's files occupy; what goes while it is looked at counts nothing."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.lstat().st_blocks * 512 if path.is_file() else 0
-        except FileNotFoundError:
-            continue
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
     return total
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tasks.build_vocabulary import run as build_vocabulary
 from tasks.prepare_target import TargetInfo
 from tasks.recipe import Recipe
 from tasks.samples import feature_sample
+from tasks.streaming.legs import train_in_legs
 from tasks.train_draft import TrainingSpec
 from tasks.train_worker import train
 from tests.tasks.feature_samples import K, make_recipe, make_target, make_tokens
@@ -88,10 +89,13 @@ class MadeUp:
         for number, rows in parts.items():
             if self._fail_after == 0:
                 raise KeyboardInterrupt
-            features.write_part(number, [feature_sample(row, _arrays(row)) for row in rows])
+            self._part(features, number, rows)
             self.read += [row.id for row in rows]
             self._fail_after = None if self._fail_after is None else self._fail_after - 1
         return {"engine_start_seconds": 0.0}
+
+    def _part(self, features: FeatureWriter, number: int, rows: Sequence[ResponseRow]) -> None:
+        features.write_part(number, [feature_sample(row, _arrays(row)) for row in rows])
 
 
 def _arrays(row: ResponseRow) -> dict[str, np.ndarray]:
@@ -133,3 +137,21 @@ def spec_of(build: Answered) -> FeatureSpec:
 def train_here(spec: TrainingSpec) -> None:
     """The worker's work in this process."""
     train(spec, torch.device("cpu"))
+
+
+def stream(
+    build: Answered,
+    recipe: Recipe,
+    kept: ArtifactRef,
+    folder: Path,
+    read: MadeUp | None,
+    watch: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Train through the window in `folder`, in this process; `watch` is called before every leg."""
+
+    def leg(window: Path, until: int) -> dict[str, Any]:
+        watch()
+        train_here(training_spec(build, recipe, kept, folder / "training", window=str(window), until=until))
+        return {"until": until}
+
+    return train_in_legs(recipe, build.target, build.store, kept, folder, folder / "training", leg, read)

@@ -19,10 +19,11 @@ from storage.features import FeatureReader, FeatureWriter
 from storage.folder import PartFolder
 from tasks import extract_features, train_draft, train_worker
 from tasks.documents import heldout_documents
+from tasks.engines import pool, worker
+from tasks.engines.requests import WorkerSpec
 from tasks.recipe import Recipe
 from tasks.streaming.costs import fill_count, streaming_seconds
 from tasks.streaming.fills import Schedule, WindowError
-from tasks.streaming.legs import train_in_legs
 from tasks.streaming.plan import plan_window
 from tasks.streaming.rows import StreamedReader, rows_of
 from tests.tasks.streaming_build import (
@@ -33,6 +34,7 @@ from tests.tasks.streaming_build import (
     answered,
     extracted,
     spec_of,
+    stream,
     train_here,
     training_spec,
 )
@@ -72,23 +74,6 @@ def recipe(build: Answered, features: ArtifactRef) -> Recipe:
 @pytest.fixture(scope="module")
 def kept(build: Answered, recipe: Recipe, patch: pytest.MonkeyPatch) -> ArtifactRef:
     return extracted(build, recipe, MadeUp(), patch)
-
-
-def stream(
-    build: Answered,
-    recipe: Recipe,
-    kept: ArtifactRef,
-    folder: Path,
-    read: MadeUp,
-    watch: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    def leg(window: Path, until: int) -> dict[str, Any]:
-        watch()
-        spec = training_spec(build, recipe, kept, folder / "training", window=str(window), until=until)
-        train_here(spec)
-        return {"until": until}
-
-    return train_in_legs(recipe, build.target, build.store, kept, folder, folder / "training", leg, read)
 
 
 def course(folder: Path) -> list[dict[str, Any]]:
@@ -149,6 +134,28 @@ def test_losses_and_draft_are_those_of_the_whole_run_and_the_disk_stays_under_th
     assert any(text.startswith("window of") and "fills" in text for text in said)
     (again,) = [text for text in said if "extracts again" in text]
     assert again.startswith("epoch 2 of 2") and "tokens/s measured so far" in again
+
+
+def test_with_the_real_engine_the_bits_are_those_of_the_whole_run(
+    tmp_path: Path, patch: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+):
+    """The Hugging Face engine reads in this process; parts, handover and order are as they always are."""
+    patch.undo()  # the module's made-up extraction
+    monkeypatch.setattr(pool, "run_worker", engine_here)
+    build = answered(tmp_path / "build", **{"training.epochs": 1})
+    features = extract_features.run(build.recipe, build.target, build.store, build.responses)
+    train_here(training_spec(build, build.recipe, features, tmp_path / "whole/training"))
+    recipe = build.windowed(0.6 * build.store.manifest(features).bytes)
+    kept = extract_features.run(recipe, build.target, build.store, build.responses)
+    assert stream(build, recipe, kept, tmp_path / "legs", None)["fills"] > 1
+    assert_same(tmp_path / "legs", tmp_path / "whole")
+
+
+def engine_here(module: str, spec: dict[str, Any], *, on_event: Callable[[dict[str, Any]], None], **_: Any) -> None:
+    told = WorkerSpec.from_dict(json.loads(json.dumps(spec)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "emit", on_event)
+        worker.run(told, worker.start_engine(told))
 
 
 def test_data_that_fits_is_extracted_once_for_all_epochs(
