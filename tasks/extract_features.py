@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from eagle3core.config import default_layer_ids
 from eagle3core.drafters import DRAFTERS
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
 from storage.features import FeatureSpec, FeatureWriter
@@ -41,7 +42,8 @@ class RoomError(RuntimeError):
 
 def layer_ids(recipe: Recipe, target: TargetInfo) -> tuple[int, ...]:
     """The captured states, as indices into HF hidden_states."""
-    return recipe.features.layer_ids or draft_layer_ids(recipe, target)
+    # A draft that reads tokens alone leaves a capture that the other drafters can use.
+    return recipe.features.layer_ids or draft_layer_ids(recipe, target) or default_layer_ids(target.num_layers)
 
 
 def draft_layer_ids(recipe: Recipe, target: TargetInfo) -> tuple[int, ...]:

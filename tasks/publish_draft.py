@@ -13,7 +13,6 @@ import logging
 import shutil
 from typing import Any
 
-from eagle3core.config import DraftConfig
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
 from tasks.model_card import PACKAGE, model_card, serve_commands
 from tasks.prepare_target import TargetInfo
@@ -85,8 +84,8 @@ def _publish(
             shutil.copyfileobj(original, copy, COPY_BYTES)
     # A target from a package is served from the folder that it was turned into.
     served = target.path if target.model.startswith(PACKAGE) else target.model
-    commands = serve_commands(served, writer.ref.uri, report.evaluation.chain_length)
-    config = DraftConfig.from_dict(json.loads((source / CONFIG).read_text()))
+    commands = serve_commands(served, writer.ref.uri, report.evaluation.chain_length, recipe.draft.drafter)
+    config = json.loads((source / CONFIG).read_text())
     writer.write_text(CARD, model_card(report, config, recipe, commands))
     writer.write_text(REPORT, render(report))
     if report.warning:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from eagle3core.drafters import DRAFTERS
 from tasks.engines.pool import engine_count, engine_options, environment, target_files
 from tasks.engines.serve_requests import DRAFT, PLAIN, Prompt, Served, ServeSpec
 from tasks.prepare_target import TargetInfo
@@ -45,6 +46,7 @@ def serve_specs(
             draft_length=recipe.evaluation.chain_length,
             prompts=prompts,
             max_new_tokens=recipe.serving.max_new_tokens,
+            drafter=DRAFTERS[recipe.draft.drafter].method,
         )
         for method in methods_of(recipe)
     ]

@@ -9,7 +9,7 @@ from typing import Any
 from tasks.engines.requests import EngineOptions, TargetFiles
 
 PLAIN = "none"  # no speculation
-DRAFT = "eagle3"
+DRAFT = "eagle3"  # the build's own draft, whichever drafter's it is
 NGRAM = "ngram"
 
 
@@ -26,7 +26,8 @@ class Prompt:
 class ServeSpec:
     """One engine with one way to speculate, asked the prompts of one temperature after the other.
 
-    `draft`: the folder that vLLM loads, for method eagle3. `draft_length`: tokens drafted a round.
+    `draft`: the folder that vLLM loads, for method DRAFT, under vLLM's name `drafter`. `draft_length`: tokens drafted a
+    round.
     """
 
     target: TargetFiles
@@ -36,6 +37,7 @@ class ServeSpec:
     draft_length: int
     prompts: Sequence[Prompt]
     max_new_tokens: int
+    drafter: str = "eagle3"
     gaps: bool = False  # also say how near each greedy token was to a tie: slow, so never where speed is read
 
     def to_dict(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def speculation(spec: ServeSpec) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = {"method": spec.method, "num_speculative_tokens": spec.draft_length}
     if spec.method == DRAFT:
-        config["model"] = spec.draft
+        config |= {"model": spec.draft, "method": spec.drafter}
     if spec.method == NGRAM:
         config |= {"prompt_lookup_max": LOOKUP, "prompt_lookup_min": LOOKUP}
     return {"speculative_config": config}
