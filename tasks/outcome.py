@@ -61,10 +61,16 @@ def outcome_of(
     evaluation = Evaluation.read(store.local(acceptance)) if acceptance else None
     return Outcome(
         title=f"{recipe.name}: {result.kind} {result.fingerprint} is ready",
-        headlines=tuple(_headlines(evaluation)) if evaluation else (),
+        headlines=tuple(_headlines(evaluation)) if evaluation else _claims(store, result),
         places=places,
         acceptance=tuple(_rows(evaluation)) if evaluation else (),
     )
+
+
+def _claims(store: ArtifactStore, result: ArtifactRef) -> tuple[str, ...]:
+    """What an experiment found; nothing of other results."""
+    claims = store.manifest(result).summary.get("claims", [])
+    return tuple(f"{claim['outcome']}: {claim['says']}" for claim in claims)
 
 
 def _headlines(evaluation: Evaluation) -> list[str]:

@@ -6,7 +6,6 @@ a summary with every claim's outcome.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from tasks.recipe import Recipe
 from tasks.report.experiment import markdown, render_experiment
 from tasks.stage import Plan, Stage, run_plan
 from tasks.stage_task import StageTask, stage_task
-
-log = logging.getLogger(__name__)
 
 STAGE = Stage(name="report-experiment", kind="experiment", version=1)
 
@@ -50,10 +47,7 @@ def report_experiment(kind: str, drafts: Sequence[MeasuredDraft]) -> StageTask:
             writer.write_text(TABLE, markdown(result))
             return result.to_summary()
 
-        ref = run_plan(plan(recipe, target, *inputs), store, work)
-        for claim in store.manifest(ref).summary["claims"]:
-            log.info("%s: %s", claim["outcome"], claim["says"])
-        return ref
+        return run_plan(plan(recipe, target, *inputs), store, work)
 
     return stage_task(STAGE, plan, run, estimate)
 

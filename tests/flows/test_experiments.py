@@ -12,8 +12,9 @@ from flows.compare_drafters import compare_drafters
 from flows.scale_data import scale_data
 from storage.artifacts import ArtifactRef, ArtifactStore
 from tasks.experiment.arms import arm_runs
+from tasks.outcome import outcome_of
 from tasks.recipe import Recipe, RecipeError, load_recipe, recipe_names
-from tests.flows.fake_stages import FakeStage
+from tests.flows.fake_stages import TARGET, FakeStage
 from tests.flows.test_flows import calls, run
 
 Stages = dict[str, FakeStage]
@@ -81,11 +82,14 @@ def test_scaling_trains_each_arm_on_every_share_and_repeats_the_ends(stages: Sta
     assert "fast gains at least 2 times what slow gains from 1x to 4x the data" in says
 
 
-def test_the_page_is_left_beside_the_table(stages: Stages, recipe: Recipe):
+def test_the_page_is_left_beside_the_table_and_the_claims_are_said_at_the_end(stages: Stages, recipe: Recipe):
     page = made(compare_drafters, recipe, arms_of("compare_drafters", seeds=[0, 1]))
     folder = ArtifactStore(recipe.store.uri).local(page)
     assert "fast accepts more than slow (chain, T = 0)" in (folder / "report.html").read_text()
     assert (folder / "table.md").read_text().startswith("| arm |")
+    lines = outcome_of(recipe, TARGET, ArtifactStore(recipe.store.uri), page, None, None).lines()
+    assert any(line.endswith(": fast accepts more than slow (chain, T = 0)") for line in lines)
+    assert any(line.endswith("report.html") for line in lines)
 
 
 @pytest.mark.parametrize(
