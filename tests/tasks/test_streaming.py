@@ -167,6 +167,10 @@ def test_data_that_fits_is_extracted_once_for_all_epochs(
     assert_same(tmp_path, whole)
     assert result["fills"] == 1
     assert len(read.read) == len(set(read.read))
+    # Killed after its last checkpoint: there is nothing to extract and nothing to train, only a result to tell.
+    again = MadeUp()
+    stream(build, recipe, kept, tmp_path, again)
+    assert not again.read
 
 
 def test_a_killed_trainer_finds_what_it_needs(
