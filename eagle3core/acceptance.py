@@ -24,12 +24,15 @@ _ROUND_FIELDS = ("response", "context", "drafted", "survived", "weight")
 
 @dataclass(frozen=True)
 class Response:
-    """One answer of the target. Answers to the same prompt share `prompt_id` and are resampled together."""
+    """One answer of the target. Answers to the same prompt share `prompt_id` and are resampled together; `turn`
+    counts those of one dialogue from 0.
+    """
 
     prompt_id: str
     category: str = ""
     temperature: float = 0.0
     output_tokens: int = 0
+    turn: int = 0
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ def _spans(
             written = int(((number == span) & item.supervised).sum())
             spans.append(
                 _Span(
-                    replace(response, output_tokens=written),
+                    replace(response, output_tokens=written, turn=span - 1),
                     position[rows] + 2 - front,
                     lives[rows],
                     low[order[rows]],

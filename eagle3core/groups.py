@@ -28,6 +28,16 @@ def by_category(rounds: Rounds) -> dict[str, Rounds]:
     return _split(rounds, _by_response(rounds, lambda response: response.category))
 
 
+def by_set(rounds: Rounds) -> dict[str, Rounds]:
+    """Rounds of each evaluation set: a prompt is keyed "set/id". Those of no set are named by their category."""
+
+    def name(response: Response) -> str:
+        head, slash, _ = response.prompt_id.partition("/")
+        return head if slash else response.category
+
+    return _split(rounds, _by_response(rounds, name))
+
+
 def by_temperature(rounds: Rounds) -> dict[str, Rounds]:
     """Rounds of each temperature, named "0", "0.7", ..."""
     return _split(rounds, _by_response(rounds, lambda response: f"{response.temperature:g}"))

@@ -19,7 +19,7 @@ from storage.errors import StorageError
 from storage.feature_spec import INDEX_SCHEMA
 from storage.lineage import Lineage
 from storage.manifest import ArtifactRef, Manifest
-from storage.schemas import ACCEPTANCE, CONVERSATIONS, QUARANTINE, RESPONSES, SERVING, VOCABULARY
+from storage.schemas import ACCEPTANCE, CONVERSATIONS, DECODED, QUARANTINE, RESPONSES, SERVING, VOCABULARY
 
 # View: the kind whose files it reads, which of them, and the columns it has where there is no file yet.
 VIEWS: dict[str, tuple[str, str, pa.Schema]] = {
@@ -29,6 +29,7 @@ VIEWS: dict[str, tuple[str, str, pa.Schema]] = {
     "features": ("features", "index.parquet", INDEX_SCHEMA),
     "vocabulary": ("vocabulary", "vocabulary.parquet", VOCABULARY),
     "acceptance": ("acceptance", "rows.parquet", ACCEPTANCE),
+    "decoded": ("acceptance", "rounds.parquet", DECODED),
     "serving": ("serving", "counters.parquet", SERVING),
 }
 
@@ -153,11 +154,12 @@ class Catalog:
             return
         paths = [self._path(ref, file) for ref, file in found]
         listed = ", ".join("'" + path.replace("'", "''") + "'" for path in paths)
-        # The artifact's folder is named by its fingerprint; DuckDB computes this once a file, not once a row.
+        # The artifact's folder is named by its fingerprint; DuckDB computes this once a file, not once a row. By name:
+        # an older artifact may lack a column that was added since.
         self.connection.execute(
             f"create view {name} as "
             f"select * exclude (filename), split_part(filename, '/', -2) as fingerprint "
-            f"from read_parquet([{listed}], filename = true)"
+            f"from read_parquet([{listed}], filename = true, union_by_name = true)"
         )
 
     def _path(self, ref: ArtifactRef, name: str) -> str:

@@ -65,6 +65,18 @@ ACCEPTANCE = _schema(
     anchor=pa.int32(),
     drafted=pa.int32(),
     accepted=pa.int32(),
+    turn=pa.int32(),
+)
+DECODED = _schema(
+    "decoded",
+    mode=pa.string(),
+    prompt_id=pa.string(),
+    category=pa.string(),
+    temperature=pa.float64(),
+    round=pa.int32(),
+    drafted=pa.int32(),
+    accepted=pa.int32(),
+    tokens=pa.list_(pa.int32()),
 )
 SERVING = _schema(
     "serving",
@@ -153,7 +165,8 @@ class VocabularyRow:
 class AcceptanceRow:
     """One chain anchor or one decoding round: of `drafted` tokens `accepted` came through.
 
-    `mode` is anchor, walk, chain or tree; `anchor` is the feature row it started from.
+    `mode` is anchor, walk, chain or tree; `anchor` is the feature row it started from. `turn` counts the answers of a
+    dialogue from 0; `prompt_id` is "set/id" for a prompt of an evaluation set.
     """
 
     mode: str
@@ -163,6 +176,24 @@ class AcceptanceRow:
     anchor: int
     drafted: int
     accepted: int
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class DecodedRow:
+    """One round of the reference decoder: of `drafted` tokens `accepted` came through, and it added `tokens`.
+
+    `mode` is chain or tree; `round` counts from 0 within one answer.
+    """
+
+    mode: str
+    prompt_id: str
+    category: str
+    temperature: float
+    round: int
+    drafted: int
+    accepted: int
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -177,7 +208,9 @@ class ServingRow:
     accepted: int
 
 
-Row = TypeVar("Row", ConversationRow, QuarantineRow, ResponseRow, VocabularyRow, AcceptanceRow, ServingRow)
+Row = TypeVar(
+    "Row", ConversationRow, QuarantineRow, ResponseRow, VocabularyRow, AcceptanceRow, DecodedRow, ServingRow
+)
 
 SCHEMAS: Mapping[type, pa.Schema] = {
     ConversationRow: CONVERSATIONS,
@@ -185,6 +218,7 @@ SCHEMAS: Mapping[type, pa.Schema] = {
     ResponseRow: RESPONSES,
     VocabularyRow: VOCABULARY,
     AcceptanceRow: ACCEPTANCE,
+    DecodedRow: DECODED,
     ServingRow: SERVING,
 }
 
@@ -201,7 +235,7 @@ def from_table(kind: type[Row], table: pa.Table) -> Iterator[Row]:
         raise StorageError(f"not a table of {kind.__name__}: columns {', '.join(missing)} are missing")
     nested = {"messages": lambda value: tuple(Message(**each) for each in value)}
     nested["spans"] = lambda value: tuple(Span(**each) for each in value)
-    nested["token_ids"] = tuple
+    nested["token_ids"] = nested["tokens"] = tuple
     for batch in table.select(names).to_batches(max_chunksize=1024):
         for values in batch.to_pylist():
             yield kind(**{name: nested.get(name, _same)(value) for name, value in values.items()})

@@ -24,7 +24,7 @@ from tasks.train_draft import DRAFT_FOLDER
 
 log = logging.getLogger(__name__)
 
-STAGE = Stage(name="evaluate-draft", kind="acceptance", version=2)
+STAGE = Stage(name="evaluate-draft", kind="acceptance", version=3)
 
 # Measured on 2 cores with SmolLM2-135M's draft: import and weights, then every anchor's chain of five.
 START_SECONDS = 12.0
@@ -40,6 +40,10 @@ class EvaluationSpec:
     features: str
     folder: str
     chain_length: int
+    tree: dict[str, int]
+    tree_prompts: int
+    decode_prompts: int
+    decode_tokens: int
     bootstrap: int
     threads: int | None
 
@@ -49,8 +53,7 @@ class EvaluationSpec:
 
 def plan(recipe: Recipe, target: TargetInfo, draft: ArtifactRef, features: ArtifactRef) -> Plan:
     parameters = {
-        "chain_length": recipe.evaluation.chain_length,
-        "bootstrap": recipe.evaluation.bootstrap,
+        **recipe.evaluation.model_dump(exclude={"sets"}),
         "target": target.identity(),
     }
     return Plan(STAGE, parameters, (draft, features))
@@ -73,6 +76,10 @@ def run(
         features=str(store.local(features)),
         folder="",
         chain_length=recipe.evaluation.chain_length,
+        tree=recipe.evaluation.tree.model_dump(),
+        tree_prompts=recipe.evaluation.tree_prompts,
+        decode_prompts=recipe.evaluation.decode.prompts,
+        decode_tokens=recipe.evaluation.decode.max_new_tokens,
         bootstrap=recipe.evaluation.bootstrap,
         threads=recipe.training.threads,
     )

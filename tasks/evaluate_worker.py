@@ -1,7 +1,8 @@
 """The evaluation itself, in a process of its own: how often the held-out answers would have been accepted.
 
-In: `spec.json` (an `EvaluationSpec`). Out: in the spec's folder `rows.parquet` (one row an anchor and one a
-walked round), `summary.json` (an `Evaluation`), `examples.json`. Started by `tasks.evaluate_draft`.
+In: `spec.json` (an `EvaluationSpec`). Out: in the spec's folder `rows.parquet` (one row an anchor, a walked round, a
+tree's round), `rounds.parquet` (the reference decoder's), `summary.json` (an `Evaluation`), `examples.json`. Started
+by `tasks.evaluate_draft`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,23 @@ import pyarrow as pa
 import torch
 
 from eagle3core.acceptance import Response, Rounds, summarise
+from eagle3core.decoding.propose import Chain, DynamicTree
+from eagle3core.decoding.replay import replay
 from eagle3core.drafters import load_draft
 from eagle3core.drafters.interface import Draft
 from eagle3core.estimate import Estimate, Proposal, estimate
-from eagle3core.groups import by_category, by_context, by_output
+from eagle3core.groups import by_category, by_context, by_output, by_set
 from eagle3core.teacher import TargetHead
 from storage.features import FeatureReader
 from storage.folder import PartFolder
-from storage.schemas import ACCEPTANCE
+from storage.schemas import ACCEPTANCE, DecodedRow, to_table
 from tasks.documents import HeldoutDocument, heldout_documents, heldout_temperatures
 from tasks.evaluate_draft import EvaluationSpec
-from tasks.evaluation import EXAMPLES, ROWS, SUMMARY, Coverage, Evaluation, TemperatureFigures
+from tasks.evaluate_speed import Measured, SpeedBench, SpeedRun
+from tasks.evaluation import EXAMPLES, ROUNDS, ROWS, SUMMARY, Coverage, Evaluation, TemperatureFigures
 from tasks.prepare_target import TargetInfo
 from tasks.processes import emit
+from tasks.recipe import Tree
 from tasks.report.example import Example, examples_json, make_example
 from tasks.target_weights import read_target_weights
 
@@ -62,32 +68,48 @@ def evaluate(spec: EvaluationSpec) -> Evaluation:
     temperatures = heldout_temperatures(reader)
     if not temperatures:
         raise ValueError("the features hold no held-out answer: raise data.heldout")
-    decode = _decoder(target)
+    read = _Reader.of(target)
 
     def estimated(heldout: Sequence[HeldoutDocument], proposal: Proposal) -> Estimate:
         responses = [Response(item.prompt_id, item.category, item.temperature) for item in heldout]
         documents = [item.document for item in heldout]
         return estimate(draft, documents, responses, spec.chain_length, proposal=proposal, target_head=head)
 
+    tree = DynamicTree(**spec.tree)
     figures, tables, examples = [], [], []
+    measured: dict[float, Measured] = {}
     documents: list[HeldoutDocument] = []
+    asked: list[HeldoutDocument] = []
     for temperature in temperatures:
         started = time.monotonic()
         heldout = heldout_documents(reader, temperature, draft.config.layer_ids)
         greedy = estimated(heldout, Proposal.GREEDY)
         sampled = estimated(heldout, Proposal.SAMPLED) if temperature > 0 else None
-        figures.append(_figures(temperature, heldout, greedy, sampled, spec.bootstrap))
+        asked = asked or in_turn(heldout)[: spec.decode_prompts]
+        trees = tree_rounds(draft, in_turn(heldout)[: spec.tree_prompts], tree)
+        figures.append(_figures(temperature, heldout, greedy, sampled, trees.get(tree), spec.bootstrap))
         tau = figures[-1].walk.tau_micro.value
-        tables += [rounds_table(greedy.anchor), rounds_table(greedy.walk)]
-        examples += _examples(heldout, tau, lambda items: estimated(items, Proposal.GREEDY).walk, decode)
+        measured[temperature] = Measured(
+            tuple(rate.value if rate.denominator else 0.0 for rate in figures[-1].walk.survival),
+            {shape: summarise(rounds, resamples=2).tau_micro.value for shape, rounds in trees.items()},
+        )
+        tables += [rounds_table(rounds) for rounds in (greedy.anchor, greedy.walk, trees.get(tree)) if rounds]
+        examples += _examples(heldout, tau, lambda items: estimated(items, Proposal.GREEDY).walk, read)
         documents += heldout
         emit({"event": "temperature", "temperature": temperature, "tau": tau, "answers": len(heldout)})
         log.info("T = %g: %d answers in %.1f s", temperature, len(heldout), time.monotonic() - started)
+    speed = _speed(spec, target, draft, asked, measured)
     evaluation = Evaluation(
-        target.model, spec.chain_length, tuple(figures), tuple(coverage(documents, draft))
+        target=target.model,
+        chain_length=spec.chain_length,
+        tree=Tree(**spec.tree),
+        figures=tuple(figures),
+        coverage=tuple(coverage(documents, draft)),
+        speed=speed and speed.figures,
     )
     out = PartFolder(Path(spec.folder))
     out.write_table(ROWS, pa.concat_tables(tables))
+    out.write_table(ROUNDS, to_table(DecodedRow, speed.rows if speed else ()))
     out.write_json(SUMMARY, evaluation.to_dict())
     out.write_text(EXAMPLES, examples_json(examples))
     return evaluation
@@ -98,23 +120,74 @@ def _figures(
     heldout: Sequence[HeldoutDocument],
     greedy: Estimate,
     sampled: Estimate | None,
+    tree: Rounds | None,
     resamples: int,
 ) -> TemperatureFigures:
-    def groups(split: Callable[[Rounds], Mapping[str, Rounds]]) -> dict[str, Any]:
-        return {name: summarise(part, resamples=resamples) for name, part in split(greedy.walk).items()}
+    def groups(split: Callable[[Rounds], Mapping[str, Rounds]], rounds: Rounds = greedy.walk) -> dict[str, Any]:
+        return {name: summarise(part, resamples=resamples) for name, part in split(rounds).items()}
 
     return TemperatureFigures(
         temperature=temperature,
         anchor=summarise(greedy.anchor, resamples=resamples),
         walk=summarise(greedy.walk, resamples=resamples),
-        # The stored top-k bounds p where the text lies outside it; the lower end is what can be promised.
-        sampled=summarise(sampled.anchor, resamples=resamples) if sampled else None,
+        # The rounds that a server runs. Where p is only bounded (text outside a stored top-k) the lower end is what
+        # can be promised.
+        sampled=summarise(sampled.walk, resamples=resamples) if sampled else None,
+        sampled_unknown=sampled.unknown if sampled else 0.0,
         categories=groups(by_category),
         contexts=groups(by_context),
         outputs=groups(by_output),
+        sets=groups(by_set),
+        tree=summarise(tree, resamples=resamples) if tree else None,
+        tree_categories=groups(by_category, tree) if tree else {},
+        tree_sets=groups(by_set, tree) if tree else {},
         responses=len(heldout),
         looping=sum(loops(item.document.token_ids[item.document.supervised].tolist()) for item in heldout),
     )
+
+
+def in_turn(heldout: Sequence[HeldoutDocument]) -> list[HeldoutDocument]:
+    """The first answer of every category, then the second, and so on: every beginning holds all of them alike."""
+    taken: dict[str, int] = {}
+    ranked = []
+    for item in heldout:
+        taken[item.category] = taken.get(item.category, 0) + 1
+        ranked.append((taken[item.category], item.category, item))
+    return [item for *_, item in sorted(ranked, key=lambda each: each[:2])]
+
+
+def tree_rounds(
+    draft: Draft, heldout: Sequence[HeldoutDocument], tree: DynamicTree
+) -> dict[DynamicTree, Rounds]:
+    """The tree's rounds over the stored answers, and those of two smaller ones that a device may prefer."""
+    if not heldout:
+        return {}
+    smaller = [
+        DynamicTree(max(2, tree.nodes // by), max(1, tree.depth * left // 4), max(1, tree.top_k // by))
+        for by, left in ((2, 3), (4, 2))
+    ]
+    responses = [Response(item.prompt_id, item.category, item.temperature) for item in heldout]
+    documents = [item.document for item in heldout]
+    return {shape: replay(draft, documents, responses, shape, "tree") for shape in (tree, *smaller)}
+
+
+def _speed(
+    spec: EvaluationSpec,
+    target: TargetInfo,
+    draft: Draft,
+    asked: Sequence[HeldoutDocument],
+    measured: Mapping[float, Measured],
+) -> SpeedRun | None:
+    """The reference decoder on the prompts of `asked`; None where the recipe wants none."""
+    if not asked:
+        return None
+    started = time.monotonic()
+    bench = SpeedBench(
+        target, draft, asked, Chain(spec.chain_length), DynamicTree(**spec.tree), spec.decode_tokens
+    )
+    run = bench.run(measured)
+    log.info("decoded %d prompts in every way in %.1f s", len(asked), time.monotonic() - started)
+    return run
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -146,6 +219,7 @@ def rounds_table(rounds: Rounds) -> pa.Table:
             "anchor": (rounds.context - 2).numpy().astype(np.int32),
             "drafted": rounds.drafted.numpy().astype(np.int32),
             "accepted": rounds.accepted.round().numpy().astype(np.int32),
+            "turn": np.array([response.turn for response in rounds.responses], dtype=np.int32)[owners],
         },
         schema=ACCEPTANCE,
     )
@@ -162,20 +236,27 @@ def coverage(heldout: Sequence[HeldoutDocument], draft: Draft) -> list[Coverage]
     return [Coverage(category, tokens[category], covered[category]) for category in sorted(tokens)]
 
 
-def _decoder(target: TargetInfo) -> Callable[[Sequence[int]], str]:
-    from transformers import AutoTokenizer
+@dataclass(frozen=True)
+class _Reader:
+    """How tokens read: special ones are written by their names, and `special` are their ids."""
 
-    tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=target.trust_remote_code)
-    return lambda tokens: tokenizer.decode(
-        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    decode: Callable[[Sequence[int]], str]
+    special: frozenset[int]
+
+    @classmethod
+    def of(cls, target: TargetInfo) -> _Reader:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=target.trust_remote_code)
+        decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return cls(decode, frozenset(tokenizer.all_special_ids))
 
 
 def _examples(
     heldout: Sequence[HeldoutDocument],
     tau: float,
     walk: Callable[[Sequence[HeldoutDocument]], Rounds],
-    decode: Callable[[Sequence[int]], str],
+    read: _Reader,
 ) -> list[Example]:
     """Of some answers those whose own tau lies nearest the set's: what is shown is typical and not the
     best.
@@ -193,7 +274,8 @@ def _examples(
                 item.document.token_ids.tolist(),
                 int(rounds.context[mine][0]) - 1,
                 rounds.accepted[mine].round().int().tolist(),
-                decode,
+                read.decode,
+                special=read.special,
                 category=item.category,
                 temperature=item.temperature,
             )

@@ -16,8 +16,10 @@ from typing import Any
 
 from eagle3core.acceptance import AcceptanceSummary
 from eagle3core.intervals import Rate
+from tasks.recipe import Tree
+from tasks.speed import SpeedFigures
 
-SUMMARY, ROWS, EXAMPLES = "summary.json", "rows.parquet", "examples.json"
+SUMMARY, ROWS, ROUNDS, EXAMPLES = "summary.json", "rows.parquet", "rounds.parquet", "examples.json"
 TOO_GOOD = 0.995  # survival at every position above this: no head predicts sampled text that well
 TOO_BAD = 0.01  # survival at position 1 below this: less than always guessing a frequent token
 
@@ -27,19 +29,27 @@ class TemperatureFigures:
     """Acceptance on the held-out answers of one temperature, greedy drafts of the evaluation's length.
 
     anchor: every row of a response that could begin a chain counts alike. walk: only the rounds that a server
-    would really run. sampled: drafts sampled from the draft's own distribution instead, per anchor; None at
-    temperature 0. categories, contexts, outputs: the walk, split by the prompt's category, the tokens known
-    at the round's start, the length of the answer. responses and looping: answers, and those that repeat
-    themselves without end.
+    would really run. sampled: the walk where drafts are sampled from the draft's own distribution instead; None at
+    temperature 0. sampled_unknown: share of its chances of which only the lower bound is known and counted.
+    categories, contexts, outputs: the walk, split by the prompt's category, the tokens known at the round's start,
+    the length of the answer. sets: the walk by evaluation set, which published figures are told by. tree and its
+    parts: the rounds of the evaluation's tree over the first answers, None where it was not asked for; never to be put
+    beside a chain's without both names. responses and looping: answers,
+    and those that repeat themselves without end.
     """
 
     temperature: float
     anchor: AcceptanceSummary
     walk: AcceptanceSummary
     sampled: AcceptanceSummary | None
+    sampled_unknown: float
     categories: dict[str, AcceptanceSummary]
     contexts: dict[str, AcceptanceSummary]
     outputs: dict[str, AcceptanceSummary]
+    sets: dict[str, AcceptanceSummary]
+    tree: AcceptanceSummary | None
+    tree_categories: dict[str, AcceptanceSummary]
+    tree_sets: dict[str, AcceptanceSummary]
     responses: int
     looping: int
 
@@ -59,12 +69,14 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One draft's acceptance; `figures` by rising temperature."""
+    """One draft's acceptance; `figures` by rising temperature. speed: None where nothing was decoded."""
 
     target: str
     chain_length: int
+    tree: Tree
     figures: tuple[TemperatureFigures, ...]
     coverage: tuple[Coverage, ...]
+    speed: SpeedFigures | None
 
     def at(self, temperature: float) -> TemperatureFigures | None:
         return next(
@@ -72,21 +84,27 @@ class Evaluation:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return without_nan(asdict(self))
+        return without_nan({**asdict(self), "tree": self.tree.model_dump()})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
         return cls(
             target=values["target"],
             chain_length=values["chain_length"],
+            tree=Tree(**values["tree"]),
             figures=tuple(_figures(item) for item in values["figures"]),
             coverage=tuple(Coverage(**item) for item in values["coverage"]),
+            speed=SpeedFigures.from_dict(values["speed"], summary_from_dict) if values["speed"] else None,
         )
 
     @classmethod
     def read(cls, folder: Path) -> Evaluation:
-        """From an acceptance artifact's folder."""
-        return cls.from_dict(json.loads((folder / SUMMARY).read_text()))
+        """From an acceptance artifact's folder. Raises ValueError for one that an older program wrote."""
+        try:
+            return cls.from_dict(json.loads((folder / SUMMARY).read_text()))
+        except KeyError as missing:
+            reason = f"{folder / SUMMARY} lacks {missing}: an older program wrote it; evaluate the draft again"
+            raise ValueError(reason) from None
 
 
 def suspicion(evaluation: Evaluation) -> str | None:
@@ -132,16 +150,18 @@ def rate_from_dict(values: Mapping[str, Any] | None) -> Rate | None:
 def _figures(values: Mapping[str, Any]) -> TemperatureFigures:
     groups = {
         name: {key: summary_from_dict(item) for key, item in values[name].items()}
-        for name in ("categories", "contexts", "outputs")
+        for name in ("categories", "contexts", "outputs", "sets", "tree_categories", "tree_sets")
     }
-    sampled = values["sampled"]
+    optional = {
+        name: None if values[name] is None else summary_from_dict(values[name]) for name in ("sampled", "tree")
+    }
     return TemperatureFigures(
         **{
             **values,
             **groups,
+            **optional,
             "anchor": summary_from_dict(values["anchor"]),
             "walk": summary_from_dict(values["walk"]),
-            "sampled": None if sampled is None else summary_from_dict(sampled),
         }
     )
 

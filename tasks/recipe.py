@@ -155,6 +155,13 @@ class Tree(Section):
     top_k: Positive = 10
 
 
+class Decode(Section):
+    """The reference decoder, which is timed: with a chain, with the tree, and without a draft, one prompt at a time."""
+
+    prompts: int = Field(2, ge=0, description="Held-out prompts decoded; 0 where the target does not fit one device")
+    max_new_tokens: Annotated[int, Field(ge=2)] = 32
+
+
 class EvaluationSet(Section):
     """A set of prompts that is held out whole: never trained on, always measured."""
 
@@ -186,6 +193,8 @@ class Evaluation(Section):
     sets: list[EvaluationSet] = Field([], description="Held out beside data.heldout, and kept out of training")
     chain_length: Positive = 5
     tree: Tree = Tree()
+    tree_prompts: int = Field(8, ge=0, description="Held-out answers of each temperature that the tree is measured on")
+    decode: Decode = Decode()
     bootstrap: Positive = Field(1000, description="Resamples of the prompt-clustered intervals")
 
     @model_validator(mode="after")
@@ -223,7 +232,7 @@ class Vllm(Section):
 class Store(Section):
     uri: str = Field("store", description="Local folder or object-store URL")
     window_gb: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Disk for features, GB: extracted as training needs them, anew in every epoch; all at once where empty"
+        None, description="Disk for features, GB: extracted as training needs them, in every epoch; all at once where empty"
     )
 
 

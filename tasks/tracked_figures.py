@@ -77,15 +77,21 @@ def numbers(values: Mapping[str, Any]) -> Iterator[Figure]:
 
 
 def acceptance_figures(folder: Path) -> list[Figure]:
-    """An acceptance artifact's figures: per draft position with step = position, and tau, for each
-    temperature.
+    """An acceptance artifact's figures: per draft position with step = position, and tau, for each temperature; the
+    tree's under names of their own; speed-ups, predicted with step = chain length or tree nodes.
     """
+    evaluation = Evaluation.read(folder)
     figures: list[Figure] = []
-    for at in Evaluation.read(folder).figures:
+    for at in evaluation.figures:
         label = f"t{at.temperature:g}"
-        for mode, summary in (("walk", at.walk), ("anchor", at.anchor), ("sampled", at.sampled)):
+        for mode, summary in (("walk", at.walk), ("anchor", at.anchor), ("sampled", at.sampled), ("tree", at.tree)):
             if summary is not None:
                 figures += _summary_figures(f"{mode}_{label}", summary)
+    for each in evaluation.speed.predictions if evaluation.speed else ():
+        if each.drafting != "none":
+            name = f"{each.drafting}_t{each.temperature:g}"
+            figures += _finite(f"speed_up_predicted_{name}", each.speed_up, each.size)
+            figures += _finite(f"speed_up_measured_{name}", each.measured, each.size)
     return figures
 
 

@@ -138,7 +138,7 @@ def _spans(document: Document, response: Response) -> list[_Span]:
     marks = torch.cat([torch.tensor([False]), document.supervised, torch.tensor([False])]).int().diff()
     starts, ends = (marks == 1).nonzero().flatten().tolist(), (marks == -1).nonzero().flatten().tolist()
     return [
-        _Span(document, replace(response, output_tokens=end - start), start, end)
-        for start, end in zip(starts, ends, strict=True)
+        _Span(document, replace(response, output_tokens=end - start, turn=turn), start, end)
+        for turn, (start, end) in enumerate(zip(starts, ends, strict=True))
         if end - start > 1 and start > 0
     ]

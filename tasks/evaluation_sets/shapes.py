@@ -34,7 +34,8 @@ class SetKind:
 
 KINDS: Mapping[str, SetKind] = {
     # The hub's copies hold both turns as a list under "prompt".
-    "mt-bench": SetKind("prompt", "{}", "dialogue", "train", 80),
+    # Its own categories (writing, roleplay, reasoning, ...): they differ most in what can be foretold.
+    "mt-bench": SetKind("prompt", "{}", None, "train", 80),
     # EAGLE's wording, with the line break that its file lacks before some of the functions.
     "humaneval": SetKind("prompt", "Complete the code I provided.\n\n{}", "code", "test", 164),
     # Asked as it is: an instruct model explains its steps unasked, and EAGLE and Spec-Bench add nothing.
@@ -50,6 +51,9 @@ KINDS: Mapping[str, SetKind] = {
 }
 
 
+OUR_SHAPE = ("prompts", "starter")  # kinds whose rows come in no shape of their own
+
+
 @dataclass(frozen=True)
 class Asked:
     """One row: `turns` in the order they are asked; `id` and `category` are "" where the row has none."""
@@ -62,7 +66,7 @@ class Asked:
 def asked_of(kind: str, row: Any) -> Asked:
     """What a row of a set of `kind` asks. Raises ShapeError with what is missing or not text."""
     shape = KINDS[kind]
-    if shape.category is not None:
+    if kind not in OUR_SHAPE:
         if not isinstance(row, Mapping):
             raise ShapeError(f"a row is an object, this is {type(row).__name__}")
         if not row.get("turns"):

@@ -21,6 +21,16 @@ from tasks.report.charts import Axis, Point, Series, key, line_chart, percent
 from tasks.report.data import DraftReport
 from tasks.report.reference import beside
 from tasks.report.serving_view import serving_lines, serving_rows, speed_rows
+from tasks.report.speed_view import (
+    best_lines,
+    named,
+    paper_rows,
+    pass_chart,
+    prediction_rows,
+    speed_chart,
+    speed_series,
+    task_rows,
+)
 from tasks.report.training import StepPoint, TrainingCurve
 from tasks.stage_task import duration
 
@@ -103,26 +113,47 @@ def render(report: DraftReport) -> str:
             serving_lines=serving_lines(report.serving),
             serving_rows=serving_rows(report.serving),
             speed_rows=speed_rows(report.serving),
+            task_rows=task_rows(evaluation),
+            best_lines=best_lines(evaluation),
+            prediction_rows=prediction_rows(evaluation),
+            named=named,
+            speed_legend=Markup(key(speed_series(evaluation))),
+            speed_chart=Markup(speed_chart(evaluation)),
+            pass_chart=Markup(pass_chart(evaluation)),
             loss_legend=Markup(key(loss_series(report.training))),
             loss_chart=_over_steps(loss_series(report.training), "loss"),
             validation_chart=_over_steps([Series("τ", _points(report.training.validation), 3)], "τ"),
-            paper=beside(report.target, "chain", evaluation.chain_length),
+            papers=[
+                beside(report.target, "chain", evaluation.chain_length),
+                *([beside(report.target, "tree", evaluation.tree.depth)] if _has_tree(evaluation) else []),
+            ],
+            paper_rows=paper_rows(evaluation, beside(report.target, "tree", evaluation.tree.depth).beside)
+            if _has_tree(evaluation)
+            else [],
             recipe_text=json.dumps(report.recipe, indent=2, ensure_ascii=False),
         )
     )
 
 
+def _has_tree(evaluation: Evaluation) -> bool:
+    return any(figures.tree for figures in evaluation.figures)
+
+
 def tiles(evaluation: Evaluation) -> list[Tile]:
-    """Tau and position 1 for each temperature."""
+    """Tau and position 1 for each temperature, chains; the tree's tau under its own name."""
     found = []
     for figures in evaluation.figures:
         walk, at = figures.walk, f"T = {figures.temperature:g}"
         rounds = f"{walk.rounds:,.0f} rounds, {walk.prompts} prompts"
         found.append(
-            Tile(f"τ served, {at}", _plain(walk.tau_micro, 2), f"{_interval(walk.tau_micro, 2)} · {rounds}")
+            Tile(f"τ chain, {at}", _plain(walk.tau_micro, 2), f"{_interval(walk.tau_micro, 2)} · {rounds}")
         )
         first = walk.survival[0]
         found.append(Tile(f"position 1 accepted, {at}", _percent(first), _interval(first, 2)))
+        if figures.tree is not None:
+            tree, tau = evaluation.tree, figures.tree.tau_micro
+            how = f"{_interval(tau, 2)} · {tree.nodes} nodes, {tree.depth} deep, {figures.tree.prompts} prompts"
+            found.append(Tile(f"τ tree, {at}", _plain(tau, 2), how))
     return found
 
 
@@ -168,7 +199,7 @@ def position_rows(evaluation: Evaluation) -> list[PositionRow]:
         ways = [
             ("served rounds", figures.walk),
             ("every position", figures.anchor),
-            ("sampled drafts", figures.sampled),
+            ("sampled drafts, served rounds", figures.sampled),
         ]
         rows += [
             PositionRow(figures.temperature, name, summary.survival, summary.rounds, summary.tau_micro)

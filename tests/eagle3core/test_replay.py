@@ -66,7 +66,8 @@ def test_a_chains_replay_is_the_estimates_walk_over_every_turn(decoder, draft, p
     document.supervised[start + 8 : start + 11] = False
     walked = estimate(draft, [document], responses(1), 4).walk
     replayed = replay(draft, [document], responses(1), Chain(4), "chain")
-    assert [each.output_tokens for each in replayed.responses] == [8, 9]
+    assert [(each.output_tokens, each.turn) for each in replayed.responses] == [(8, 0), (9, 1)]
+    assert replayed.responses == walked.responses
     for name in COLUMNS:
         assert torch.equal(getattr(replayed, name), getattr(walked, name)), name
 

@@ -15,6 +15,7 @@ from storage.schemas import (
     SCHEMAS,
     AcceptanceRow,
     ConversationRow,
+    DecodedRow,
     Message,
     QuarantineRow,
     ResponseRow,
@@ -34,7 +35,8 @@ ROWS = [
         "c1-0", "c1", "sharegpt", "heldout", "", MESSAGES, (1, 2, 49151), (Span(1, 3),), "stop", 0.5, 7, False
     ),
     VocabularyRow(0, 17, 1 << 40, 0.25),
-    AcceptanceRow("walk", "c1", "math", 1.0, 12, 5, 3),
+    AcceptanceRow("walk", "c1", "math", 1.0, 12, 5, 3, 1),
+    DecodedRow("tree", "c1", "math", 1.0, 0, 8, 2, (5, 6, 7)),
     ServingRow("eagle3", 0.0, 1, 672, 672, 629),
 ]
 

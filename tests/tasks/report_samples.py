@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 from eagle3core.acceptance import Response, Rounds, ServerCounters, compare, from_counters, summarise
+from eagle3core.costs import Costs, Curve
 from eagle3core.groups import by_category, by_context, by_output
 from storage.artifacts import ArtifactRef
 from tasks.evaluation import Coverage, Evaluation, TemperatureFigures
+from tasks.recipe import Tree
 from tasks.report.data import DraftReport, LineageRow, Trained
-from tasks.report.example import Example, ExampleRound
+from tasks.report.example import Example, ExampleRound, PromptPart
 from tasks.report.serving import ServingCheck, ServingReport, ServingSpeed, serving_to_dict
 from tasks.report.training import StepLoss, StepPoint, TrainingCurve
+from tasks.speed import Decoded, DecodedAnswer, MeasuredCosts, Prediction, SpeedFigures
 
 K = 5
 CATEGORIES = ("coding", "reasoning", "writing")
@@ -40,13 +43,57 @@ def make_figures(hit: float, temperature: float) -> TemperatureFigures:
         for split in (by_category, by_context, by_output)
     ]
     anchor = summarise(make_rounds("anchor", hit - 0.02, temperature), resamples=50)
-    sampled = summarise(make_rounds("anchor", hit - 0.05, temperature), resamples=50) if temperature else None
-    return TemperatureFigures(temperature, anchor, summarise(walk, resamples=50), sampled, *groups, 24, 3)
+    sampled = summarise(make_rounds("walk", hit - 0.05, temperature), resamples=50) if temperature else None
+    tree = make_rounds("tree", hit + 0.2, temperature)
+    trees = {name: summarise(part, resamples=50) for name, part in by_category(tree).items()}
+    return TemperatureFigures(
+        temperature,
+        anchor,
+        summarise(walk, resamples=50),
+        sampled,
+        0.04 if temperature else 0.0,
+        *groups,
+        groups[0],
+        summarise(tree, resamples=50),
+        trees,
+        trees,
+        24,
+        3,
+    )
+
+
+def make_speed() -> SpeedFigures:
+    """A device where one more token costs half of a pass: the chain breaks even and the tree does not."""
+    sizes = (1, 2, 4, 8, 16, 32, 48, 64)
+    target = Curve(sizes, tuple(0.05 + 0.01 * (size - 1) for size in sizes))
+    small = Curve((1, 10), (0.004, 0.01))
+    costs = Costs(160, 1, target, small, small, Curve(sizes, tuple(0.001 * size for size in sizes)))
+    decoded, predictions = [], []
+    for temperature in (0.0, 1.0):
+        for drafting, seconds in (("none", 2.0), ("chain", 1.6), ("tree", 4.0)):
+            answers = tuple(
+                DecodedAnswer(f"p{i}", CATEGORIES[i], 31, 31 if drafting == "none" else 15, seconds, temperature == 0 or None)
+                for i in range(2)
+            )
+            mode = None if drafting == "none" else summarise(make_rounds(drafting, 0.5, temperature, 2), resamples=50)
+            decoded.append(Decoded(drafting, temperature, answers, mode))
+        predictions += [
+            Prediction(temperature, "none", 0, 0, 1.0, 0.051, 1.0, None, False),
+            *(
+                Prediction(temperature, "chain", k, k, 1 + 0.3 * k, 0.05 + 0.02 * k, 1.4 - 0.1 * k, measured, k == 1)
+                for k, measured in ((1, None), (2, None), (3, None), (4, None), (K, 1.25))
+            ),
+            Prediction(temperature, "tree", 15, 4, 2.1, 0.22, 0.6, None, False),
+            Prediction(temperature, "tree", 60, 8, 2.9, 0.75, 0.2, 0.5, False),
+        ]
+    costs_by_temperature = tuple(MeasuredCosts(temperature, costs) for temperature in (0.0, 1.0))
+    return SpeedFigures("2 CPU threads (made up)", costs_by_temperature, tuple(decoded), tuple(predictions))
 
 
 def make_evaluation(hit: float = 0.5, target: str = "SmolLM2-135M-Instruct") -> Evaluation:
     coverage = tuple(Coverage(name, 1000, 1000 - 7 * i) for i, name in enumerate(CATEGORIES))
-    return Evaluation(target, K, (make_figures(hit, 0.0), make_figures(hit - 0.12, 1.0)), coverage)
+    figures = (make_figures(hit, 0.0), make_figures(hit - 0.12, 1.0))
+    return Evaluation(target, K, Tree(), figures, coverage, make_speed())
 
 
 def make_serving(evaluation: Evaluation) -> ServingReport:
@@ -132,7 +179,11 @@ def make_report(name: str = "smollm2-135m", hit: float = 0.5, **changes: object)
             "coverage_heldout": 0.993,
         },
         recipe={"training": {"lr": 5e-4, "ttt_steps": 5}},
-        examples=(Example("How do I sort a list?", "coding", 0.0, 2.2, rounds, False),),
+        examples=(
+            Example(
+                (PromptPart("user", True), PromptPart("How do I sort a list?", False)), "coding", 0.0, 2.2, rounds, False
+            ),
+        ),
         lineage=tuple(
             LineageRow(
                 kind,

@@ -14,10 +14,14 @@ import torch
 
 from eagle3core.export import load_draft
 from storage.features import FeatureReader
-from tasks.documents import heldout_documents
-from tasks.evaluate_worker import loops
-from tasks.evaluation import EXAMPLES, ROWS, Evaluation
-from tasks.report.example import examples_json, make_example, read_examples
+from storage.schemas import DecodedRow, read_rows
+from tasks.documents import HeldoutDocument, heldout_documents
+from tasks.evaluate_draft import run
+from tasks.evaluate_worker import in_turn, loops
+from tasks.evaluation import EXAMPLES, ROUNDS, ROWS, Evaluation
+from tasks.recipe import build_recipe
+from tasks.report.example import MOST_PROMPT, PromptPart, examples_json, make_example, prompt_parts, read_examples
+from tasks.speed import speed_up
 from tasks.target_weights import read_target_weights
 from tests.tasks.feature_samples import make_samples
 
@@ -26,7 +30,7 @@ def test_the_artifact_holds_rows_figures_examples_and_curves(small_build):
     store, acceptance = small_build.store, small_build.acceptance
     folder = store.local(acceptance)
     names = {path.name for path in folder.iterdir()}
-    assert names == {ROWS, "summary.json", EXAMPLES, "curves.svg", "curves.png", "manifest.json"}
+    assert names == {ROWS, ROUNDS, "summary.json", EXAMPLES, "curves.svg", "curves.png", "manifest.json"}
     evaluation = Evaluation.read(folder)
     assert [figures.temperature for figures in evaluation.figures] == [0.0, 1.0]
     assert evaluation.figures[0].sampled is None and evaluation.figures[1].sampled is not None
@@ -38,7 +42,7 @@ def test_figures_are_recomputed_from_the_rows(small_build):
     store, acceptance = small_build.store, small_build.acceptance
     rows = pq.read_table(store.local(acceptance) / ROWS).to_pylist()
     for figures in Evaluation.read(store.local(acceptance)).figures:
-        for summary in (figures.walk, figures.anchor):
+        for summary in (figures.walk, figures.anchor, figures.tree):
             mine = [r for r in rows if r["mode"] == summary.mode and r["temperature"] == figures.temperature]
             assert len(mine) == summary.rounds
             tau = sum(row["accepted"] + 1 for row in mine) / len(mine)
@@ -47,6 +51,55 @@ def test_figures_are_recomputed_from_the_rows(small_build):
                 reached = [row for row in mine if row["drafted"] >= position]
                 assert rate.denominator == len(reached)
                 assert rate.numerator == sum(row["accepted"] >= position for row in reached)
+
+
+def test_the_sampled_figure_is_the_rounds_that_a_server_runs(small_build):
+    """Not every position alike: fewer rounds than anchors, and a tau of its own."""
+    (sampled,) = [each for each in Evaluation.read(small_build.store.local(small_build.acceptance)).figures if each.sampled]
+    assert sampled.sampled.mode == "walk"
+    assert sampled.sampled.rounds < sampled.anchor.rounds
+
+
+def test_the_decoder_is_timed_beside_its_own_loop_without_a_draft(small_build):
+    """Two prompts, both temperatures, three ways; greedy texts are one text, and every round has its row."""
+    folder = small_build.store.local(small_build.acceptance)
+    speed, rows = Evaluation.read(folder).speed, list(read_rows(DecodedRow, folder, ROUNDS))
+    for temperature in (0.0, 1.0):
+        plain, *drafted = (speed.of(way, temperature) for way in ("none", "chain", "tree"))
+        assert plain.acceptance is None and all(answer.rounds == answer.tokens for answer in plain.answers)
+        for found in drafted:
+            mine = [row for row in rows if (row.mode, row.temperature) == (found.drafting, temperature)]
+            assert found.acceptance.mode == found.drafting and len(mine) == found.acceptance.rounds
+            assert sum(len(row.tokens) for row in mine) == sum(answer.tokens for answer in found.answers)
+            assert all(len(row.tokens) in (row.accepted, row.accepted + 1) for row in mine)
+            assert all(answer.identical is (True if temperature == 0 else None) for answer in found.answers)
+            assert speed_up(found, plain) == pytest.approx(found.tokens_per_second() / plain.tokens_per_second())
+        here = [each for each in speed.predictions if each.temperature == temperature]
+        assert [each.size for each in here if each.drafting == "chain"] == [1, 2, 3]
+        assert [each.size for each in here if each.drafting == "tree"] == [60, 30, 15]
+        assert sum(each.best for each in here) == 1
+        assert [each.size for each in here if each.measured is not None] == [3, 60]
+
+
+def test_a_recipe_may_leave_tree_and_decoder_out(small_build, tmp_path: Path):
+    recipe = build_recipe(
+        small_build.recipe.model_dump(), {"evaluation.tree_prompts": 0, "evaluation.decode.prompts": 0}
+    )
+    ref = run(recipe, small_build.target, small_build.store, small_build.draft, small_build.features)
+    evaluation = Evaluation.read(small_build.store.local(ref))
+    assert evaluation.speed is None and all(figures.tree is None for figures in evaluation.figures)
+    assert ref.fingerprint != small_build.acceptance.fingerprint
+
+
+def test_prompts_are_taken_from_the_categories_in_turn():
+    items = [HeldoutDocument(None, f"p{i}", category, 0.0) for i, category in enumerate("aaabbc")]
+    assert "".join(item.category for item in in_turn(items)) == "abcaba"
+
+
+def test_figures_of_an_older_program_are_refused_in_one_line(tmp_path: Path):
+    (tmp_path / "summary.json").write_text(json.dumps({"target": "t", "chain_length": 5, "figures": []}))
+    with pytest.raises(ValueError, match="evaluate the draft again"):
+        Evaluation.read(tmp_path)
 
 
 def test_walked_rows_are_those_of_a_slow_walk_over_the_text(small_build):
@@ -127,7 +180,7 @@ def test_examples_hold_the_whole_answer_in_order(small_build):
     assert len(examples) == 4
     heldout = [s for s in make_samples(seed=build.seed) if s.split == "heldout"]
     answers = {
-        tokenizer.decode(s.token_ids[s.spans[0][0] :], skip_special_tokens=True).rstrip("\ufffd")
+        tokenizer.decode(s.token_ids[s.spans[0][0] :]).rstrip("\ufffd")
         for s in heldout
     }
     for example in examples:
@@ -137,15 +190,34 @@ def test_examples_hold_the_whole_answer_in_order(small_build):
 def test_an_example_cuts_text_where_its_rounds_end():
     words = ["a", "b", "c", "d", "e", "f", "g"]
     example = make_example(
-        range(7), 2, [1, 0, 1], lambda ids: "".join(words[i] for i in ids), category="x", temperature=0.0
+        range(7), 2, [1, 0, 1], lambda ids: "".join(words[i] for i in ids), special=(), category="x", temperature=0.0
     )
-    assert example.prompt == "ab"
+    assert example.prompt == (PromptPart("ab", False),)
     assert [(r.accepted, r.own) for r in example.rounds] == [("", "c"), ("d", "e"), ("", "f"), ("g", "")]
     assert example.tau == pytest.approx(4 / 3)
 
 
+def test_the_templates_words_stand_apart_from_the_prompts():
+    """ChatML's roles and special tokens are the template's; a word of the text that is a role's name is not."""
+    words = ["<|im_start|>", "user\nWhat is a ", "user", "?", "<|im_end|>", "\n", "<|im_start|>", "assistant\n"]
+    parts = prompt_parts(range(8), lambda ids: "".join(words[i] for i in ids), {0, 4, 6})
+    assert [(part.text, part.template) for part in parts] == [
+        ("<|im_start|>", True),
+        ("user", True),
+        ("What is a user?", False),
+        ("<|im_end|>", True),
+        ("<|im_start|>", True),
+        ("assistant", True),
+    ]
+
+
+def test_of_a_long_prompt_the_end_is_shown():
+    (part,) = prompt_parts(range(1000), lambda ids: "x" * len(ids), ())
+    assert part.text == "…" + "x" * MOST_PROMPT
+
+
 def test_examples_survive_json(tmp_path: Path):
-    example = make_example(range(5), 1, [1, 1], lambda ids: "x" * len(ids), category="", temperature=1.0)
+    example = make_example(range(5), 1, [1, 1], lambda ids: "x" * len(ids), special={0}, category="", temperature=1.0)
     (tmp_path / "examples.json").write_text(examples_json([example]))
     assert read_examples(tmp_path / "examples.json") == (example,)
     assert json.loads(examples_json([])) == []
@@ -158,6 +230,7 @@ def test_a_half_character_belongs_to_the_round_that_completes_it():
         1,
         [1],
         lambda ids: pieces[len(ids)] if 1 in ids or not ids else "",
+        special=(),
         category="",
         temperature=0.0,
     )

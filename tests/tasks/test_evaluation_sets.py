@@ -18,10 +18,11 @@ from tasks.sources import SourceError, read_source
 
 STARTER = EvaluationSet(kind="starter")
 TASKS = {"dialogue", "code", "grade-school math", "instruction", "summarization", "competition math"}
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 OVERLAP_WORDS = 13
 
 SHARED = [
-    ("mt-bench", "mt_bench.jsonl", 80, "dialogue"),
+    ("mt-bench", "mt_bench.jsonl", 80, None),
     ("humaneval", "humaneval164.jsonl", 164, "code"),
     ("humaneval", "humaneval80.eagle.jsonl", 80, "code"),
     ("gsm8k", "gsm8k80.eagle.jsonl", 80, "grade-school math"),
@@ -85,7 +86,7 @@ def test_the_published_files_are_read_whole_with_unique_keys(shared_data, kind, 
     chosen = at(kind, shared_data / "eval" / file)
     loaded = load_set(chosen)
     assert len(loaded.prompts) == loaded.rows == rows == len({prompt.key for prompt in loaded.prompts})
-    assert {prompt.category for prompt in loaded.prompts} == {category}
+    assert {prompt.category for prompt in loaded.prompts} == ({category} if category else MT_BENCH)
     assert all(prompt.key.startswith(f"{kind}/") for prompt in loaded.prompts)
     assert {len(prompt.turns) for prompt in loaded.prompts} == {2 if kind == "mt-bench" else 1}
 
@@ -114,7 +115,7 @@ def test_humaneval_is_worded_as_eagle_words_it(shared_data):
 def test_a_sets_own_columns_are_worded(tmp_path, kind, row, name, turns):
     (prompt,) = load_set(at(kind, lines(tmp_path / "set.jsonl", [row]))).prompts
     assert (prompt.key, prompt.turns) == (f"{kind}/{name}", turns)
-    assert prompt.category == (KINDS[kind].category or "law")
+    assert prompt.category == (KINDS[kind].category or row["category"])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "starter"])
@@ -218,9 +219,7 @@ def test_the_starter_set_covers_every_kind_of_task():
     assert len({prompt.key for prompt in loaded.prompts}) == len(loaded.prompts) == KINDS["starter"].size
     assert {len(p.turns) for p in loaded.prompts if p.category == "dialogue"} == {2}
     topics = {p.id.rsplit("-", 1)[0] for p in loaded.prompts if p.category == "dialogue"}
-    assert topics == {
-        "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
-    }
+    assert topics == MT_BENCH
     assert max(len(turn.split()) for prompt in loaded.prompts for turn in prompt.turns) < 120
     assert {prompt.category for prompt in loaded.prompts[:6]} == TASKS  # a beginning holds them all
 
@@ -272,7 +271,7 @@ def test_both_turns_are_asked_as_far_as_the_recipe_lets_them(tmp_path):
     for turns in (1, 2):
         (row,) = heldout_sets(recipe([{"kind": "mt-bench", "uri": str(path)}], max_turns=turns), count_words).rows
         roles[turns] = [(message.role, message.content) for message in row.messages]
-        assert (row.id, row.source, row.category) == ("mt-bench/1", "mt-bench", "dialogue")
+        assert (row.id, row.source, row.category) == ("mt-bench/1", "mt-bench", "writing")
     assert roles[1] == [("user", "One?")]
     assert roles[2] == [("user", "One?"), ("assistant", ""), ("user", "Two?")]
 

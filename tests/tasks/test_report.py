@@ -11,8 +11,10 @@ import pytest
 from tasks.evaluation import Evaluation, suspicion
 from tasks.report.charts import Axis, Point, Series, line_chart, round_ticks
 from tasks.report.compare import differences, render_comparison
+from tasks.report.example import PromptPart
 from tasks.report.page import category_rows, position_rows, render, tiles
 from tasks.report.reference import beside
+from tasks.report.speed_view import best_lines, paper_rows, task_rows
 from tasks.report.training import StepPoint, thin
 from tests.tasks.report_samples import CATEGORIES, K, make_evaluation, make_figures, make_report
 
@@ -28,7 +30,8 @@ def test_the_headline_is_the_walk_at_both_temperatures():
     found = {tile.what: tile.value for tile in tiles(evaluation)}
     for figures in evaluation.figures:
         at = f"T = {figures.temperature:g}"
-        assert found[f"τ served, {at}"] == f"{figures.walk.tau_micro.value:.2f}"
+        assert found[f"τ tree, {at}"] == f"{figures.tree.tau_micro.value:.2f}"
+        assert found[f"τ chain, {at}"] == f"{figures.walk.tau_micro.value:.2f}"
         assert found[f"position 1 accepted, {at}"] == f"{100 * figures.walk.survival[0].value:.1f} %"
 
 
@@ -39,7 +42,7 @@ def test_every_way_of_counting_has_a_row_and_its_counts():
         (0.0, "every position"),
         (1.0, "served rounds"),
         (1.0, "every position"),
-        (1.0, "sampled drafts"),
+        (1.0, "sampled drafts, served rounds"),
     ]
     assert all(len(row.rates) == K and row.rates[0].denominator > 0 for row in rows)
 
@@ -53,8 +56,9 @@ def test_categories_are_listed_with_their_coverage_and_the_whole_set_last():
 
 def test_text_of_prompts_is_escaped():
     report = make_report()
-    example = dataclasses.replace(report.examples[0], prompt="<script>alert(1)</script>")
-    assert "<script>" not in render(dataclasses.replace(report, examples=(example,)))
+    example = dataclasses.replace(report.examples[0], prompt=(PromptPart("<script>alert(1)</script>", False),))
+    page = render(dataclasses.replace(report, examples=(example,)))
+    assert "<script>" not in page and "&lt;script&gt;alert" in page
 
 
 def test_a_warning_stands_above_the_figures():
@@ -135,3 +139,43 @@ def test_a_thinned_curve_keeps_its_mean_and_its_end():
     assert len(thinned) == 100
     assert thinned[-1].step == 1000
     assert sum(point.value for point in thinned) / 100 == pytest.approx(500.5)
+
+
+def test_speed_up_is_told_by_kind_of_prompt_and_by_way_to_draft():
+    evaluation = make_evaluation()
+    rows = {(row.category, row.temperature): row for row in task_rows(evaluation)}
+    assert set(rows) == {(name, t) for name in (*CATEGORIES, "all") for t in (0.0, 1.0)}
+    whole, figures = rows["all", 0.0], evaluation.figures[0]
+    assert whole.chain.tau == figures.walk.tau_micro and whole.tree.tau == figures.tree.tau_micro
+    assert whole.chain.measured == pytest.approx(2.0 / 1.6) and whole.tree.measured == pytest.approx(2.0 / 4.0)
+    # A round of the chain: six tokens verified, five times the draft, one commit.
+    seconds = 0.05 + 0.01 * 5 + 0.006 + 5 * 0.004 + 0.006 / 9 * (whole.chain.tau.value - 1)
+    assert whole.chain.predicted == pytest.approx(whole.chain.tau.value * 0.051 / seconds)
+    assert rows["writing", 0.0].chain.measured is None  # none of its prompts was decoded
+
+
+def test_what_pays_here_is_said_and_may_be_nothing():
+    evaluation = make_evaluation()
+    assert best_lines(evaluation)[0].endswith("is a chain of 1: 1.30 times as fast.")
+    assert best_lines(evaluation)[-1].startswith("4 of 4 greedy texts are token for token")
+    none = [dataclasses.replace(each, best=each.drafting == "none") for each in evaluation.speed.predictions]
+    speed = dataclasses.replace(evaluation.speed, predictions=tuple(none))
+    assert "not to speculate" in best_lines(dataclasses.replace(evaluation, speed=speed))[0]
+
+
+def test_a_draft_that_was_never_decoded_says_so():
+    bare = dataclasses.replace(make_evaluation(), speed=None)
+    page = render(make_report(evaluation=bare))
+    assert "No prompt was decoded" in page and best_lines(bare) == []
+
+
+def test_the_papers_trees_stand_beside_our_tree_alone():
+    evaluation = make_evaluation(target="meta-llama/Llama-3.1-8B-Instruct")
+    figures = evaluation.figures[0]
+    measured = dataclasses.replace(figures, tree_sets={"gsm8k": figures.tree})
+    evaluation = dataclasses.replace(evaluation, figures=(measured, evaluation.figures[1]))
+    page = render(make_report(evaluation=evaluation, target=evaluation.target))
+    assert "our τ tree" in page and "The two do not compare" in page
+    (row,) = [row for row in paper_rows(evaluation, beside(evaluation.target, "tree", 8).beside) if row.ours]
+    assert (row.published.task, row.published.tau, row.ours) == ("GSM8K", 6.23, figures.tree.tau_micro)
+    assert "Beside published figures" not in render(make_report())
