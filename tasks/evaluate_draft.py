@@ -29,6 +29,8 @@ STAGE = Stage(name="evaluate-draft", kind="acceptance", version=3)
 # Measured on 2 cores with SmolLM2-135M's draft: import and weights, then every anchor's chain of five.
 START_SECONDS = 12.0
 ANSWERS_PER_SECOND = 8.0
+# From CPU seconds on a busy machine: a tree's drafts along one answer, and one prompt decoded in all three ways.
+TREE_SECONDS, DECODE_SECONDS = 2.5, 12.0
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,11 @@ def plan(recipe: Recipe, target: TargetInfo, draft: ArtifactRef, features: Artif
 def estimate(
     recipe: Recipe, target: TargetInfo, store: ArtifactStore, draft: ArtifactRef, features: ArtifactRef
 ) -> float:
-    """Seconds, from the number of held-out answers."""
-    answers = expected_heldout(recipe) * len(recipe.responses.heldout_temperatures)
-    return START_SECONDS + answers / ANSWERS_PER_SECOND
+    """Seconds, from the number of held-out answers and of those that trees and the decoder are measured on."""
+    asked, temperatures = expected_heldout(recipe), len(recipe.responses.heldout_temperatures)
+    trees = min(asked, recipe.evaluation.tree_prompts) * TREE_SECONDS
+    decoded = min(asked, recipe.evaluation.decode.prompts) * DECODE_SECONDS
+    return START_SECONDS + temperatures * (asked / ANSWERS_PER_SECOND + trees + decoded)
 
 
 def run(
