@@ -45,8 +45,8 @@ def recipe(folder: Path) -> Path:
     return write_tiny_recipe(folder, **changes, **{"tracking.enabled": False})
 
 
-def start(recipe: Path, environment: dict[str, str], store: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "flows", "build-draft", str(recipe), "--set", f"store.uri={store}"]
+def start(recipe: Path, environment: dict[str, str], store: Path, flow: str = "build-draft") -> subprocess.Popen:
+    command = [sys.executable, "-m", "flows", flow, str(recipe), "--set", f"store.uri={store}"]
     return subprocess.Popen(command, cwd=recipe.parent, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -75,6 +75,12 @@ def parts(store: Path, kind: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in found}
 
 
+def whole_parts(store: Path) -> dict[str, tuple[bytes, bytes]]:
+    """Responses and features of the parts that count: a part of which only the features are there is made again."""
+    responses, features = parts(store, "responses"), parts(store, "features")
+    return {name: (responses[name], features[name]) for name in responses.keys() & features.keys()}
+
+
 def draft(store: Path) -> bytes:
     (ref,) = ArtifactStore(str(store)).list("draft")
     return (Path(ref.uri) / "draft/model.safetensors").read_bytes()
@@ -88,21 +94,22 @@ def uninterrupted(recipe: Path, environment: dict[str, str]) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["responses", "features"])
-def test_killed_while_answering_it_keeps_what_was_written_and_answers_the_rest(
-    kind: str, recipe: Path, environment: dict[str, str], uninterrupted: Path
+def test_killed_twice_while_answering_it_keeps_what_was_written_and_answers_the_rest(
+    recipe: Path, environment: dict[str, str], uninterrupted: Path
 ):
-    store = recipe.parent / f"killed-in-{kind}"
-    kill_when(start(recipe, environment, store), lambda: bool(parts(store, kind)))
-    before = {kind: parts(store, kind) for kind in ("responses", "features")}
-    assert before["features"]
-    # A part counts when both its files are there: features alone, written first, are made again.
-    whole = before["responses"].keys() & before["features"].keys()
-    before = {kind: {name: found[name] for name in whole} for kind, found in before.items()}
-    finish(start(recipe, environment, store))
-    for kind, written in before.items():
-        assert written.items() <= parts(store, kind).items()
-        assert parts(store, kind).keys() == parts(uninterrupted, kind).keys()
+    store = recipe.parent / "killed-in-responses"
+
+    def answering() -> subprocess.Popen:
+        return start(recipe, environment, store, "regenerate-data")
+
+    kill_when(answering(), lambda: bool(parts(store, "features")))
+    first = whole_parts(store)
+    kill_when(answering(), lambda: whole_parts(store).keys() > first.keys())
+    second = whole_parts(store)
+    assert first.items() <= second.items()
+    finish(answering())
+    assert second.items() <= whole_parts(store).items()
+    assert parts(store, "features").keys() == parts(uninterrupted, "features").keys()
     assert parts(store, "responses") == parts(uninterrupted, "responses")
     assert not list(store.glob("*/.partial-*"))
 
