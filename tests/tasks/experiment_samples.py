@@ -29,6 +29,7 @@ def make_rows(
             "mode": [mode] * len(owner), "prompt_id": [f"p{i}" for i in owner], "category": ["chat"] * len(owner),
             "temperature": np.zeros(len(owner)), "anchor": np.arange(len(owner), dtype=np.int32),
             "drafted": np.full(len(owner), len(hits), dtype=np.int32), "accepted": accepted.astype(np.int32),
+            "turn": np.zeros(len(owner), dtype=np.int32),
         },
         schema=ACCEPTANCE,
     )  # fmt: skip
