@@ -270,7 +270,7 @@ def test_evaluation_sets_are_held_out_beside_the_sampled_conversations(tmp_path,
     held = [each for each in kept if each.split == "heldout"]
     assert Counter(each.source for each in held) == {"sharegpt": 5, "mt-bench": 4}
     asked = [each for each in held if each.source == "mt-bench"]
-    assert {each.category for each in asked} == {"dialogue"} and kept[-4:] == asked
+    assert {each.category for each in asked} == {"writing"} and kept[-4:] == asked
     assert all(each.id.startswith("mt-bench/") for each in asked)
     assert {tuple(m.role for m in each.messages) for each in asked} == {("user", "assistant", "user")}
     assert len({each.id for each in kept}) == len(kept)  # the data's own "mt-bench/1" gives way

@@ -208,7 +208,7 @@ def test_the_alias_best_moves_only_where_tau_rose_and_nothing_is_suspicious(reci
         evaluate.work = lambda writer, text=text: writer.write_text(SUMMARY, text)
         publish = FakeStage("publish", "published")
         publish.summary["suspicious"] = doubt
-        follow(changed, evaluate, publish)
+        follow(changed, FakeStage("train", "draft"), evaluate, publish)
         best.append(client.get_model_version_by_alias("smollm2-135m-eagle3", "best").version)
     assert [int(version) for version in best] == [1, 2, 2, 2]
     assert len(client.search_model_versions("name = 'smollm2-135m-eagle3'")) == 4

@@ -59,7 +59,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyBuild, object]:
 def test_greedy_answers_are_those_of_hugging_face(built):
     build, ref = built
     rows = [row for row in read_rows(ResponseRow, build.store.local(ref)) if row.temperature == 0]
-    assert len(rows) > 20 and any(len(row.spans) > 1 for row in rows)
+    # A random model's text seldom comes back as the same tokens: its first turns are samples of their own.
+    assert len(rows) > 20 and any("#" in row.id for row in rows)
     engine = HuggingFaceEngine(
         target_files(build.target), engine_options(build.recipe, "huggingface", 64), None
     )
@@ -80,7 +81,8 @@ def test_captured_states_are_hugging_faces_hidden_states(built):
         build.store.local(extract_features.plan(build.recipe, build.target, ref).find(build.store))
     )
     reference = FeatureReader(build.store.local(extract_features.run(other, build.target, build.store, ref)))
-    assert len(captured) == len(reference) == 64
+    answered = build.store.manifest(ref).summary["samples"]
+    assert len(captured) == len(reference) == answered > 64
     for i in range(len(captured)):
         ours, theirs = captured.read(i), reference.read(i)
         assert ours.id == theirs.id
