@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,6 +33,12 @@ class Curve:
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
+
+    @classmethod
+    def rising(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
+        """Fewer tokens never cost more than many: a time above a larger size's is the machine's noise, which only adds."""
+        least = list(accumulate(reversed(seconds), min))
+        return cls(tuple(sizes), tuple(reversed(least)))
 
     def at(self, size: float) -> float:
         """Between the measured sizes by straight lines, beyond them by the nearest two. Raises for one size
@@ -124,7 +131,7 @@ def measure_costs(
 ) -> Costs:
     """Time the parts of a round behind `context` tokens of text, the median of `repeats` calls each."""
     bench = _Bench(target, draft, context, batch, sampling, max(*target_sizes, *draft_sizes), repeats)
-    curve = lambda sizes, measure: Curve(tuple(sizes), tuple(measure(size) for size in sizes))
+    curve = lambda sizes, measure: Curve.rising(sizes, [measure(size) for size in sizes])
     return Costs(
         context=context,
         batch=batch,

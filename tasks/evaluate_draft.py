@@ -24,7 +24,7 @@ from tasks.train_draft import DRAFT_FOLDER
 
 log = logging.getLogger(__name__)
 
-STAGE = Stage(name="evaluate-draft", kind="acceptance", version=3)
+STAGE = Stage(name="evaluate-draft", kind="acceptance", version=4)
 
 # Measured on 2 cores with SmolLM2-135M's draft: import and weights, then every anchor's chain of five.
 START_SECONDS = 12.0

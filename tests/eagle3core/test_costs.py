@@ -62,3 +62,9 @@ def test_costs_of_a_real_pair_are_measured():
     for curve in (measured.target, measured.step, measured.commit, measured.choose):
         assert all(0 < seconds < 5 for seconds in curve.seconds)
     assert (measured.target.sizes, measured.step.sizes) == ((1, 16), (1, 10))
+
+
+def test_noise_never_makes_one_token_dearer_than_two():
+    curve = Curve.rising((1, 2, 4, 8), (0.175, 0.1, 0.12, 0.11))
+    assert curve.seconds == (0.1, 0.1, 0.11, 0.11)
+    assert Curve.rising((1, 2, 4), (0.1, 0.2, 0.3)).seconds == (0.1, 0.2, 0.3)
