@@ -201,14 +201,15 @@ def _seconds(work: Callable[[], object], repeats: int) -> float:
     """Median wall seconds of a call, after one that warms up; waits for the GPU where there is one."""
     times = []
     for _ in range(repeats + 1):
-        _wait()
+        wait_for_device()
         start = time.perf_counter()
         work()
-        _wait()
+        wait_for_device()
         times.append(time.perf_counter() - start)
     return sorted(times[1:])[repeats // 2]
 
 
-def _wait() -> None:
+def wait_for_device() -> None:
+    """A GPU works on behind the call that asked it: a clock is read only when it is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

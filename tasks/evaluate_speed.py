@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from eagle3core.acceptance import AcceptanceSummary, Response, summarise
-from eagle3core.costs import Choice, Costs, best_choice, chain_choices, measure_costs, tree_choices
+from eagle3core.costs import (
+    Choice,
+    Costs,
+    best_choice,
+    chain_choices,
+    measure_costs,
+    tree_choices,
+    wait_for_device,
+)
 from eagle3core.decoding.propose import Chain, DynamicTree, Nothing, Proposer
 from eagle3core.decoding.speculate import Decoding, Generation, rounds_of, speculate
 from eagle3core.drafters.interface import Draft
@@ -112,12 +120,12 @@ class SpeedBench:
         draft = None if isinstance(proposer, Nothing) else self._draft
         taken = []
         for most in (1, self._new_tokens):
-            _wait()
+            wait_for_device()
             began = time.perf_counter()
             (generation,) = speculate(
                 self._target, draft, [prompt], proposer, Decoding(most, sampling, self._eos)
             )
-            _wait()
+            wait_for_device()
             taken.append(time.perf_counter() - began)
         return generation, max(taken[1] - taken[0], 0.0)
 
@@ -178,11 +186,6 @@ def _predictions(
             )
         )
     return found
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _device() -> str:

@@ -21,8 +21,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from eagle3core.acceptance import Response, Rounds, summarise
-from eagle3core.decoding.propose import Chain, DynamicTree
+from eagle3core.acceptance import Mode, Response, Rounds, summarise
+from eagle3core.batch import Document
+from eagle3core.decoding.propose import Chain, DynamicTree, Proposer
 from eagle3core.decoding.replay import replay
 from eagle3core.drafters import load_draft
 from eagle3core.drafters.interface import Draft
@@ -71,9 +72,7 @@ def evaluate(spec: EvaluationSpec) -> Evaluation:
     read = _Reader.of(target)
 
     def estimated(heldout: Sequence[HeldoutDocument], proposal: Proposal) -> Estimate:
-        responses = [Response(item.prompt_id, item.category, item.temperature) for item in heldout]
-        documents = [item.document for item in heldout]
-        return estimate(draft, documents, responses, spec.chain_length, proposal=proposal, target_head=head)
+        return estimate(draft, *_asked(heldout), spec.chain_length, proposal=proposal, target_head=head)
 
     tree = DynamicTree(**spec.tree)
     figures, tables, examples = [], [], []
@@ -166,9 +165,18 @@ def tree_rounds(
         DynamicTree(max(2, tree.nodes // by), max(1, tree.depth * left // 4), max(1, tree.top_k // by))
         for by, left in ((2, 3), (4, 2))
     ]
+    return {shape: replayed(draft, heldout, shape, "tree") for shape in (tree, *smaller)}
+
+
+def replayed(draft: Draft, heldout: Sequence[HeldoutDocument], proposer: Proposer, mode: Mode) -> Rounds:
+    """Rounds of `proposer` over stored answers, no target needed."""
+    return replay(draft, *_asked(heldout), proposer, mode)
+
+
+def _asked(heldout: Sequence[HeldoutDocument]) -> tuple[list[Document], list[Response]]:
+    """The texts, and whose answers they are."""
     responses = [Response(item.prompt_id, item.category, item.temperature) for item in heldout]
-    documents = [item.document for item in heldout]
-    return {shape: replay(draft, documents, responses, shape, "tree") for shape in (tree, *smaller)}
+    return [item.document for item in heldout], responses
 
 
 def _speed(

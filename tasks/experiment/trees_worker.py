@@ -14,14 +14,13 @@ from pathlib import Path
 
 import torch
 
-from eagle3core.acceptance import Mode, Response, Rounds
+from eagle3core.acceptance import Mode, Rounds
 from eagle3core.decoding.propose import Chain, DynamicTree, Proposer
-from eagle3core.decoding.replay import replay
 from eagle3core.drafters import drafter, load_draft
 from storage.features import FeatureReader
 from storage.folder import PartFolder
-from tasks.documents import HeldoutDocument, heldout_documents, heldout_temperatures
-from tasks.evaluate_worker import rounds_table
+from tasks.documents import heldout_documents, heldout_temperatures
+from tasks.evaluate_worker import replayed, rounds_table
 from tasks.evaluation import ROWS
 from tasks.experiment.measure_trees import TreesSpec
 from tasks.prepare_target import TargetInfo
@@ -58,7 +57,7 @@ def measure(spec: TreesSpec) -> None:
 
     def timed(proposer: Proposer, mode: Mode) -> Timed:
         started = time.perf_counter()
-        rounds = _replayed(draft, heldout, proposer, mode)
+        rounds = replayed(draft, heldout, proposer, mode)
         return Timed(rounds, time.perf_counter() - started)
 
     chain, tree = timed(Chain(spec.chain_length), "chain"), timed(proposer_of(spec), "tree")
@@ -80,12 +79,6 @@ def proposer_of(spec: TreesSpec) -> Proposer:
     """The tree of the drafter's paper; of a dynamic one the recipe gives the size."""
     own = drafter(spec.drafter).tree()
     return DynamicTree(**spec.tree) if isinstance(own, DynamicTree) else own
-
-
-def _replayed(draft: object, heldout: list[HeldoutDocument], proposer: Proposer, mode: Mode) -> Rounds:
-    documents = [item.document for item in heldout]
-    responses = [Response(item.prompt_id, item.category, item.temperature) for item in heldout]
-    return replay(draft, documents, responses, proposer, mode)
 
 
 if __name__ == "__main__":
