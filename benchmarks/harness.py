@@ -86,11 +86,14 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def in_new_process(module: str, case: Mapping[str, Any], threads: int = 1) -> dict[str, Any]:
+def in_new_process(
+    module: str, case: Mapping[str, Any], threads: int = 1, env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Run `python -m module --case JSON` in a process of its own (so that peak memory is the case's) and read
-    the JSON it prints last. Raises RuntimeError with its error output.
+    the JSON it prints last; `env` is laid over this one's. Raises RuntimeError with its error output.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    limits = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    environment = {**os.environ, **limits, **(env or {})}
     command = [sys.executable, "-m", module, "--case", json.dumps(case)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:

@@ -39,6 +39,7 @@ from eagle3core.feed import StepBatches, fill_bins
 from eagle3core.packing import PackedBatch, draft_id_table, pack
 from eagle3core.trainer import Trainer, TrainingEvent
 from eagle3core.training_config import TrainingConfig
+from tasks.train_draft import ENVIRONMENT
 
 STEPS = 7
 VOCABULARY = 49152
@@ -260,7 +261,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if real_masks(options.data, 1) is None:
         print("no file of real answers here: the rows named real use synthetic prompts and answers")
-    rows = [in_new_process("benchmarks.ttt_step", case) for case in cases(options.quick, options.data)]
+    rows = [
+        in_new_process("benchmarks.ttt_step", case, env=ENVIRONMENT)
+        for case in cases(options.quick, options.data)
+    ]
     for row in rows:
         row["bar"] = BARS.get((row["masks"], row["draft_vocabulary"])) if row["tokens"] == 512 else None
         large = row["masks"] == "full" and row["draft_vocabulary"] == 32000
@@ -272,6 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "path": str(options.data) if options.data else None,
             "documents": 8 if options.quick else 40,
         },
+        env=ENVIRONMENT,
     )
     report(rows, loop)
     write_results("ttt_step", {"steps": rows, "loop": loop}, options)

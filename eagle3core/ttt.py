@@ -7,6 +7,7 @@ In: `PackedBatch` and how many labels the whole optimizer step has. Out: `StepRe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,35 +58,35 @@ class TrainingTimeTest(nn.Module):
         """
         if batch is None:
             return no_batch(self, len(counts))
-        outputs = torch.cat(self.unroll(self.draft, batch))
+        outputs = self.unroll(self.draft, batch)
         rows = ScoredRows.of(batch)
         weights = self._weights(batch, rows, outputs, batch.counts if counts is None else counts)
         total, results = self._head(outputs, batch, rows, weights, self.loss)
         return StepResult(total, *_per_step(rows, results, len(batch.steps)))
 
     def _head(
-        self, outputs: Tensor, batch: PackedBatch, rows: ScoredRows, weights: Tensor, loss: Loss
+        self, outputs: Sequence[Tensor], batch: PackedBatch, rows: ScoredRows, weights: Tensor, loss: Loss
     ) -> tuple[Tensor, RowResults]:
         draft = self.draft
         return head_loss(
             outputs, draft.norm, draft.lm_head.weight, batch.teacher, rows, weights, loss, self.unroll.dtype
         )
 
-    def _weights(self, batch: PackedBatch, rows: ScoredRows, outputs: Tensor, counts: Tensor) -> Tensor:
+    def _weights(self, batch: PackedBatch, rows: ScoredRows, outputs: Sequence[Tensor], counts: Tensor) -> Tensor:
         """Weight of every scored row, [n] fp32."""
         steps = torch.arange(len(batch.steps), dtype=torch.float64)
         share = torch.where(steps > 0, batch.anchor_share, 1.0)
         if self.loss.chains is None:
             return (
-                (self.step_decay**steps / counts.clamp_min(1) / share).float().to(outputs.device)[rows.step]
+                (self.step_decay**steps / counts.clamp_min(1) / share).float().to(rows.step.device)[rows.step]
             )
         with torch.no_grad():
             _, results = self._head(
                 outputs, batch, rows, torch.zeros_like(rows.step, dtype=torch.float32), Loss(_no_loss)
             )
-        alpha = outputs.new_zeros(len(batch.chains), len(batch.steps))
+        alpha = results.alpha.new_zeros(len(batch.chains), len(batch.steps))
         alpha[rows.chain, rows.step] = results.alpha
-        by_step = (1 / counts[:1].clamp_min(1) / share).float().to(outputs.device)
+        by_step = (1 / counts[:1].clamp_min(1) / share).float().to(rows.step.device)
         return self.loss.chains(alpha)[rows.chain, rows.step] * by_step[rows.step]
 
 

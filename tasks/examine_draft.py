@@ -47,21 +47,32 @@ def findings_of(
     draft: Path, target: TargetInfo, prompts: Sequence[str], features: Path | None, new_tokens: int
 ) -> list[Finding]:
     """Everything the doctor has to say. A file that lacks tensors is told first, and alone."""
-    config = DraftConfig.from_dict(json.loads((draft / "config.json").read_text()))
-    with safe_open(draft / "model.safetensors", "pt") as file:
-        missing = tensor_findings(list(file.keys()), config)
+    missing = file_findings(draft)
     if missing:
         return missing
+    found = [] if features is not None else template_findings(Template.load(target), prompts)
+    return found + examine(patient_of(draft, target, prompts, features, new_tokens))
+
+
+def file_findings(draft: Path) -> list[Finding]:
+    """Of a draft's folder, before anything is loaded."""
+    config = DraftConfig.from_dict(json.loads((draft / "config.json").read_text()))
+    with safe_open(draft / "model.safetensors", "pt") as file:
+        return tensor_findings(list(file.keys()), config)
+
+
+def patient_of(
+    draft: Path, target: TargetInfo, prompts: Sequence[str], features: Path | None, new_tokens: int
+) -> Patient:
+    """The draft beside its target, with the target's greedy answers: to `prompts`, or as `features` stores them."""
     weights = read_target_weights(Path(target.path))
     model = load_draft(draft, weights.embedding).eval()
-    decoder = HuggingFaceTarget.load(Path(target.path), config.layer_ids, torch.float32)
-    found: list[Finding] = []
+    decoder = HuggingFaceTarget.load(Path(target.path), model.config.layer_ids, torch.float32)
     before: Tensor | None = None
     if features is not None:
         documents = [item.document for item in heldout_documents(FeatureReader(features), 0.0)][:STORED]
     else:
         template = Template.load(target)
-        found = template_findings(template, prompts)
         asked = [torch.tensor(template.prompt([_user(prompt)]).token_ids) for prompt in prompts]
         before = _common_end(asked)
         decoding = Decoding(new_tokens, eos_token_ids=target.eos_token_ids)
@@ -71,10 +82,7 @@ def findings_of(
             for prompt, answer, text in zip(asked, answers, prompts, strict=True)
         ]
     head = TargetHead.build(weights.head, weights.norm, target.config["rms_norm_eps"], model.target_ids)
-    patient = Patient(
-        model, documents, decoder.capture, target.config, target_head=head, before_answer=before
-    )
-    return found + examine(patient)
+    return Patient(model, documents, decoder.capture, target.config, target_head=head, before_answer=before)
 
 
 def template_findings(template: Template, prompts: Sequence[str]) -> list[Finding]:

@@ -19,6 +19,7 @@ from eagle3core.intervals import Rate
 from tasks.evaluation import Coverage, Evaluation, TemperatureFigures
 from tasks.report.charts import Axis, Point, Series, key, line_chart, percent
 from tasks.report.data import DraftReport
+from tasks.report.plots import drawn
 from tasks.report.reference import beside
 from tasks.report.serving_view import serving_lines, serving_rows, speed_rows
 from tasks.report.speed_view import (
@@ -182,13 +183,12 @@ def position_chart(evaluation: Evaluation, kind: str) -> str:
 
 
 def rate_points(rates: tuple[Rate, ...]) -> list[Point]:
-    """Chart points of per-position rates; positions where nothing was counted are left out."""
+    """Chart points of per-position rates; positions where too little was counted are left out."""
     points = []
-    for position, rate in enumerate(rates, 1):
-        if not math.isnan(rate.value):
-            note = f"position {position}: {rate.value:.3f} ({counts(rate)})"
-            low, high = (None, None) if math.isnan(rate.low) else (rate.low, rate.high)
-            points.append(Point(position, rate.value, low, high, note))
+    for position, rate in drawn(rates):
+        note = f"position {position}: {rate.value:.3f} ({counts(rate)})"
+        low, high = (None, None) if math.isnan(rate.low) else (rate.low, rate.high)
+        points.append(Point(position, rate.value, low, high, note))
     return points
 
 

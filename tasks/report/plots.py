@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 
+from eagle3core.intervals import Rate
 from tasks.evaluation import Evaluation
 
 COLOURS = ("#2563c9", "#d2620b", "#14804a", "#8a46c2", "#b3246b", "#6b7280")
+
+LEAST_COUNT = 8  # a rate of fewer chances is a dot that jumps to 0 or 100 %; tables still hold it
+
+
+def drawn(rates: Sequence[Rate]) -> list[tuple[int, Rate]]:
+    """The positions, from 1, at which enough was counted to draw a point."""
+    return [(position, rate) for position, rate in enumerate(rates, 1) if rate.denominator >= LEAST_COUNT]
 
 
 def curves(evaluation: Evaluation) -> dict[str, bytes]:
@@ -63,7 +72,7 @@ def curves(evaluation: Evaluation) -> dict[str, bytes]:
 
 
 def _line(panel, rates, colour: str, label: str, style: str) -> None:
-    known = [(position, rate) for position, rate in enumerate(rates, 1) if not math.isnan(rate.value)]
+    known = drawn(rates)
     positions = [position for position, _ in known]
     panel.plot(
         positions,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle3core.decoding.drafter import Drafter
+from benchmarks.planted_faults import FusesItsOwnOutput, KeepsRejected, SeesTooLittle, StaysAtItsPosition
 from eagle3core.doctor import Patient, examine, tensor_findings
 from eagle3core.draft import Eagle3Draft
 from eagle3core.estimate import estimate
@@ -217,45 +217,6 @@ def test_a_draft_that_says_the_label(clinic, monkeypatch):
 def test_a_draft_that_was_never_trained(clinic):
     draft = tiny.make_draft(clinic.target, draft_vocab=62, **CONFIG_FLAGS)
     assert names(clinic.patient(draft=draft)) == ["too-bad"]
-
-
-class KeepsRejected(Drafter):
-    """Drafted rows stay readable as if they had been accepted."""
-
-    def commit(self, features, token_ids, counts):
-        drafted = self._ancestors.shape[1] - 1
-        if drafted > 0:
-            self._cache.lengths = self._cache.lengths + drafted
-        super().commit(features, token_ids, counts)
-
-
-class FusesItsOwnOutput(Drafter):
-    """`fc` applied to the draft's own output."""
-
-    def step(self, token_ids, parents):
-        kept = self._draft.feedback
-        self._draft.feedback = lambda output: self._draft.fuse(kept(output).repeat(1, 3))
-        try:
-            return super().step(token_ids, parents)
-        finally:
-            del self._draft.feedback
-
-
-class StaysAtItsPosition(Drafter):
-    """Every drafted token at the position of the last committed row."""
-
-    def _nodes_block(self, token_ids, seen, nodes):
-        block = super()._nodes_block(token_ids, seen, nodes)
-        return replace(block, positions=block.positions * 0 + self._cache.lengths[:, None] - 1)
-
-
-class SeesTooLittle(Drafter):
-    """A mask that hides the text's first tokens."""
-
-    def _run(self, hidden, block):
-        mask = block.mask.clone()
-        mask[..., :4] &= mask[..., 4:].sum(-1, keepdim=True) == 0
-        return super()._run(hidden, replace(block, mask=mask))
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
 
+from eagle3core.intervals import Rate
 from tasks.evaluation import Evaluation, suspicion
 from tasks.report.charts import Axis, Point, Series, line_chart, round_ticks
 from tasks.report.compare import differences, render_comparison
 from tasks.report.example import PromptPart
-from tasks.report.page import category_rows, position_rows, render, tiles
+from tasks.report.page import category_rows, position_rows, rate_points, render, tiles
+from tasks.report.plots import LEAST_COUNT, drawn
 from tasks.report.reference import beside
 from tasks.report.speed_view import best_lines, paper_rows, task_rows
 from tasks.report.training import StepPoint, thin
@@ -179,3 +182,10 @@ def test_the_papers_trees_stand_beside_our_tree_alone():
     (row,) = [row for row in paper_rows(evaluation, beside(evaluation.target, "tree", 8).beside) if row.ours]
     assert (row.published.task, row.published.tau, row.ours) == ("GSM8K", 6.23, figures.tree.tau_micro)
     assert "Beside published figures" not in render(make_report())
+
+
+def test_a_rate_of_a_handful_of_chances_is_not_drawn():
+    rate = lambda kept, chances: Rate(kept / chances if chances else math.nan, 0.0, 1.0, kept, chances)
+    rates = (rate(20, 100), rate(4, 20), rate(1, LEAST_COUNT), rate(1, 1), rate(0, 0))
+    assert [position for position, _ in drawn(rates)] == [1, 2, 3]
+    assert [point.x for point in rate_points(rates)] == [1, 2, 3]
