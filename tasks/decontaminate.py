@@ -43,8 +43,8 @@ with
   ),
   sizes as (select id, count(*) as grams from telling group by id having count(*) >= {FEWEST}),
   seen_grams as (
-    select distinct id, hash(gram) as gram from (select id, unnest({_GRAMS}[:len(words) - {NGRAM - 1}]) as
-    gram from seen where len(words) >= {NGRAM})
+    select distinct id, gram from (select id, hash(unnest({_GRAMS}[:len(words) - {NGRAM - 1}])) as gram from seen
+    where len(words) >= {NGRAM}) where gram in (select gram from telling)
   ),
   shared as (
     select seen_grams.id as training_id, telling.id as evaluation_id, count(*) / any_value(sizes.grams) as
@@ -55,6 +55,9 @@ with
 select training_id, arg_max(evaluation_id, share), max(share), bool_or(exactly) from both_ways
 group by training_id order by training_id
 """
+
+# One thread: each holds the n-grams of some thousand turns at once.
+_CONFIG = {"threads": 1, "preserve_insertion_order": False}
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def find_overlaps(training: pa.Table, evaluation: pa.Table) -> list[Overlap]:
     """
     if not training.num_rows or not evaluation.num_rows:
         return []
-    with duckdb.connect() as connection:
+    with duckdb.connect(config=_CONFIG) as connection:
         connection.register("training", training)
         connection.register("evaluation", evaluation)
         rows = connection.execute(_QUERY).fetchall()
