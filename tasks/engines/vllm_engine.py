@@ -78,6 +78,7 @@ class VllmEngine:
     def parameters(self, request: Request) -> Any:
         """The request's `vllm.SamplingParams`."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         writes = request.max_new_tokens > 0
         sampled = writes and request.temperature > 0
@@ -87,6 +88,8 @@ class VllmEngine:
             seed=request.seed if sampled else None,  # neither the batch nor a resume changes the text
             stop_token_ids=self._eos,
             detokenize=False,
+            # Nobody reads an answer before it is whole; by default every step makes a copy of all of it so far.
+            output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=connector.REQUEST_OPTIONS if self._captures else None,
         )
 
