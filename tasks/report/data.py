@@ -14,6 +14,7 @@ from storage.artifacts import ArtifactRef, ArtifactStore
 from storage.manifest import Manifest
 from tasks.evaluation import EXAMPLES, Evaluation, suspicion
 from tasks.report.example import Example, read_examples
+from tasks.report.made_of import notes
 from tasks.report.serving import ServingReport, read_serving, serving_suspicion
 from tasks.report.training import METRICS, TrainingCurve, read_training
 
@@ -21,7 +22,7 @@ from tasks.report.training import METRICS, TrainingCurve, read_training
 @dataclass(frozen=True)
 class LineageRow:
     """One artifact that the draft descends from. created: UTC, ISO 8601. seconds: None where it was not
-    noted.
+    noted. notes: what became of the data there.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class LineageRow:
     bytes: int
     rows: int
     seconds: float | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,4 +128,5 @@ def _lineage_row(manifest: Manifest) -> LineageRow:
         bytes=manifest.bytes,
         rows=manifest.rows,
         seconds=manifest.summary.get("seconds"),
+        notes=notes(manifest),
     )
