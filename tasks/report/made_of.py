@@ -37,11 +37,14 @@ def _of_conversations(summary: Mapping[str, Any]) -> list[str]:
 
 def _of_responses(summary: Mapping[str, Any]) -> list[str]:
     lines = []
+    reasons = summary.get("finish_reasons", {})
+    if own := reasons.get("given", 0):
+        lines.append(f"{own:,} answers are the data's own, {summary['samples'] - own:,} are the target's")
     if summary.get("new_tokens"):
         engines, rate = summary["engines"], summary["tokens_per_second"]
         by = "1 engine" if engines == 1 else f"{engines} engines"
         lines.append(f"{summary['new_tokens']:,} tokens written by {by}, {rate:,.0f} a second")
-    cut, ran = summary.get("finish_reasons", {}).get("length", 0), sum(summary.get("runaway", {}).values())
+    cut, ran = reasons.get("length", 0), sum(summary.get("runaway", {}).values())
     if cut or ran:
         lines.append(f"{cut:,} of {summary['samples']:,} answers were cut at their limit, {ran:,} ran away")
     if summary.get("refused"):

@@ -45,6 +45,11 @@ def test_answers_that_were_cut_ran_away_or_never_came():
     assert notes(responses()) == ()
 
 
+def test_answers_of_the_data_are_told_from_the_targets():
+    (line,) = notes(responses(finish_reasons={"given": 30, "stop": 10}))
+    assert line == "30 answers are the data's own, 10 are the target's"
+
+
 def test_a_server_that_went_away_is_told_with_its_last_words():
     gone = ServerCount("http://127.0.0.1:8001/v1", 12, 3, 1, False, "connection refused")
     there = ServerCount("http://127.0.0.1:8000/v1", 28, 0, 0, True, "")
