@@ -187,7 +187,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = [measure(Path(folder), options)]
     print_table(COLUMNS, found)
-    write_results("kills", found, options)
+    write_results(f"kills_{options.engine}", found, options)
 
 
 if __name__ == "__main__":

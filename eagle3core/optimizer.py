@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 WSD_DECAY_SHARE = 0.2  # the last share of a warm-up, stable, decay run
 
@@ -59,7 +58,8 @@ def clip_gradients(parameters: Iterable[Tensor], largest: float) -> float:
     """Scale all gradients together so that their norm is at most `largest`; returns the norm before."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(grads)
-    value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    # A DTensor's, of sharded parameters. Its class is not imported: that takes a second, and every command comes by here.
+    value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     if value > largest:
         torch._foreach_mul_(grads, largest / value)
     return value

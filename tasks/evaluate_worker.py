@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ from tasks.evaluate_draft import EvaluationSpec
 from tasks.evaluate_speed import Measured, SpeedBench, SpeedRun
 from tasks.evaluation import EXAMPLES, ROUNDS, ROWS, SUMMARY, Coverage, Evaluation, TemperatureFigures
 from tasks.prepare_target import TargetInfo
-from tasks.processes import emit
+from tasks.processes import cores, emit
 from tasks.recipe import Tree
 from tasks.report.example import Example, examples_json, make_example
 from tasks.target_weights import read_target_weights
@@ -55,7 +54,7 @@ LOOP_REPEATS = 4
 def main(path: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     spec = EvaluationSpec(**json.loads(Path(path).read_text()))
-    torch.set_num_threads(spec.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(spec.threads or cores())
     evaluate(spec)
 
 

@@ -7,7 +7,6 @@ CPU and a tokenizer do), and nothing else.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from tasks.engines.pool import engine_count
 from tasks.engines.rates import engine_seconds
 from tasks.extract_features import feature_spec, made_by_responses
 from tasks.prepare_target import TargetInfo
+from tasks.processes import cores
 from tasks.recipe import Recipe
 from tasks.stage_task import duration
 from tasks.statistics import SourceStatistics, source_statistics
@@ -93,12 +93,12 @@ def expect(recipe: Recipe, target: TargetInfo, statistics: Sequence[SourceStatis
 
 def _training_seconds(recipe: Recipe, target: TargetInfo, passed: float) -> float:
     training = recipe.training
-    cores = training.threads or len(os.sched_getaffinity(0))
-    rate = cuda_devices() * GPU_RATE or cores * CPU_RATE
+    threads = training.threads or cores()
+    rate = cuda_devices() * GPU_RATE or threads * CPU_RATE
     size = min(recipe.vocabulary.size, target.vocab_size)
     seconds = passed * training.ttt_steps * multiply_adds(target, size) / rate
     if training.max_cpu_minutes is not None and not cuda_devices():
-        seconds = min(seconds, 60 * training.max_cpu_minutes / cores)
+        seconds = min(seconds, 60 * training.max_cpu_minutes / threads)
     return seconds
 
 

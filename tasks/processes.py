@@ -44,6 +44,11 @@ class WorkerCancelled(WorkerError):
     """A worker that was ended because `cancelled` said so."""
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def run_worker(
     module: str,
     spec: Mapping[str, Any],

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.schemas import CONVERSATIONS, ConversationRow, Message, from_table, to_table
+from tasks.keys import KeyedValues, Keys
 from tasks.sources.shapes import RawConversation
 
 SPILL_ROWS = 512
@@ -41,21 +42,21 @@ def squeezed(text: str) -> str:
 class Doubles:
     """Contents and ids seen so far, as 64-bit keys."""
 
-    _raw: set[int] = field(default_factory=set)
-    _clean: set[int] = field(default_factory=set)
-    _contents: dict[int, int] = field(default_factory=dict)
-    _taken: set[int] = field(default_factory=set)
-    _renamed: set[int] = field(default_factory=set)
+    _raw: Keys = field(default_factory=Keys)
+    _clean: Keys = field(default_factory=Keys)
+    _contents: KeyedValues = field(default_factory=KeyedValues)
+    _taken: Keys = field(default_factory=Keys)
+    _renamed: Keys = field(default_factory=Keys)
 
     def raw_double(self, raw: RawConversation) -> bool:
         """Whether the same turns, to the letter, have been seen, under this id or another."""
         if not raw.turns:
             return False
-        return _seen(self._raw, key_of(*(f"{turn.role}\0{turn.content}" for turn in raw.turns)))
+        return not self._raw.add(key_of(*(f"{turn.role}\0{turn.content}" for turn in raw.turns)))
 
     def clean_double(self, messages: tuple[Message, ...]) -> bool:
         """Whether the same messages have been seen once damage is mended."""
-        return _seen(self._clean, key_of(*(f"{m.role}\0{m.content}" for m in messages)))
+        return not self._clean.add(key_of(*(f"{m.role}\0{m.content}" for m in messages)))
 
     def id_reused(self, raw: RawConversation) -> bool:
         """True once per id: when it turns up with other turns than at first."""
@@ -64,22 +65,15 @@ class Doubles:
         name = key_of(raw.id)
         content = key_of(*(f"{turn.role}\0{turn.content}" for turn in raw.turns))
         first = self._contents.setdefault(name, content)
-        return first != content and not _seen(self._renamed, name)
+        return first != content and self._renamed.add(name)
 
     def unique_id(self, wanted: str) -> str:
         """The id itself, or with a number behind it where another conversation has it."""
         name, number = wanted, 1
-        while _seen(self._taken, key_of(name)):
+        while not self._taken.add(key_of(name)):
             number += 1
             name = f"{wanted}.{number}"
         return name
-
-
-def _seen(keys: set[int], key: int) -> bool:
-    if key in keys:
-        return True
-    keys.add(key)
-    return False
 
 
 class Sample:

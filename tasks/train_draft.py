@@ -10,7 +10,6 @@ run goes on from the newest. With `store.window_gb` training goes in legs, over 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from typing import Any
 from eagle3core.config import DraftConfig
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
 from tasks.prepare_target import TargetInfo
-from tasks.processes import device_lock, run_worker
+from tasks.processes import cores, device_lock, run_worker
 from tasks.recipe import Recipe
 from tasks.scratch import scratch
 from tasks.stage import Plan, Stage, run_plan
@@ -98,11 +97,11 @@ def estimate(
     share = min(1.0, (training.max_steps or steps) / steps)
     chains = share * training.epochs * summary["supervised_tokens"]
     gpus = torch.cuda.device_count()
-    cores = training.threads or len(os.sched_getaffinity(0))
-    rate = gpus * GPU_RATE if gpus else cores * CPU_RATE
+    threads = training.threads or cores()
+    rate = gpus * GPU_RATE if gpus else threads * CPU_RATE
     seconds = chains * training.ttt_steps * multiply_adds(target, size) / rate
     if training.max_cpu_minutes is not None and not gpus:
-        seconds = min(seconds, 60 * training.max_cpu_minutes / cores)
+        seconds = min(seconds, 60 * training.max_cpu_minutes / threads)
     if recipe.store.window_gb is not None:
         seconds += streaming_seconds(recipe, target, summary["tokens"], share * training.epochs)
     return START_SECONDS + seconds

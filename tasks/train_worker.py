@@ -26,7 +26,7 @@ from storage.features import FeatureReader
 from tasks.build_vocabulary import read_vocabulary
 from tasks.documents import FeatureDocuments, SampleReader, split_train
 from tasks.prepare_target import TargetInfo
-from tasks.processes import emit
+from tasks.processes import cores, emit
 from tasks.streaming.rows import StreamedReader
 from tasks.target_weights import TargetWeights, read_target_weights
 from tasks.train_draft import TrainingSpec
@@ -67,7 +67,7 @@ def train(spec: TrainingSpec, device: torch.device) -> None:
     trained on.
     """
     config = TrainingConfig.from_mapping(spec.training)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.threads or cores())
     torch.manual_seed(config.seed)
     target = TargetInfo.from_dict(spec.target)
     reader = open_features(spec)

@@ -34,7 +34,7 @@ from tasks.engines.requests import (
     WorkerSpec,
 )
 from tasks.prepare_target import TargetInfo
-from tasks.processes import WorkerCancelled, device_lock, run_worker
+from tasks.processes import WorkerCancelled, cores, device_lock, run_worker
 from tasks.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -114,11 +114,6 @@ def engine_count(recipe: Recipe, target: TargetInfo, most: int) -> int:
     weights = sum(file.stat().st_size for file in Path(target.path).glob("*.safetensors"))
     one = ENGINE_BYTES + weights + ((recipe.vllm.kv_cache_gb or 1) << 30)
     return max(1, min(most, cores(), psutil.virtual_memory().available // one))
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def environment(recipe: Recipe, engines: int, number: int) -> dict[str, str]:

@@ -6,7 +6,6 @@ In: `spec.json` (a `TreesSpec`). Out: in the spec's folder `rows.parquet`, and o
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from tasks.evaluate_worker import replayed, rounds_table
 from tasks.evaluation import ROWS
 from tasks.experiment.measure_trees import TreesSpec
 from tasks.prepare_target import TargetInfo
-from tasks.processes import emit
+from tasks.processes import cores, emit
 from tasks.target_weights import read_target_weights
 
 
@@ -42,7 +41,7 @@ class Timed:
 
 def main(path: str) -> None:
     spec = TreesSpec(**json.loads(Path(path).read_text()))
-    torch.set_num_threads(spec.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(spec.threads or cores())
     measure(spec)
 
 
