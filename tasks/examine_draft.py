@@ -2,13 +2,14 @@
 
 In: a recipe (for its target), a draft's folder, and prompts that the target answers here, or a features
 artifact whose greedy held-out answers are examined as they are stored. Out: one line a finding; exit status
-1 where any.
+1 where any, 2 where the draft cannot be examined.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from eagle3core.config import DraftConfig
 from eagle3core.decoding.propose import Nothing
 from eagle3core.decoding.speculate import Decoding, speculate
 from eagle3core.doctor import Finding, Patient, examine, tensor_findings
+from eagle3core.drafters import DRAFTERS
 from eagle3core.export import load_draft
 from eagle3core.teacher import TargetHead
 from storage.features import FeatureReader
@@ -55,8 +57,13 @@ def findings_of(
 
 
 def file_findings(draft: Path) -> list[Finding]:
-    """Of a draft's folder, before anything is loaded."""
-    config = DraftConfig.from_dict(json.loads((draft / "config.json").read_text()))
+    """Of a draft's folder, before anything is loaded. Raises ValueError where another drafter made it."""
+    written = json.loads((draft / "config.json").read_text())
+    line = DRAFTERS.get(written.get("drafter", "eagle3"))
+    if line is None or line.method != "eagle3":
+        made = line.title if line else written["drafter"]
+        raise ValueError(f"{draft} holds an {made} draft; the doctor knows the traps of EAGLE-3's alone")
+    config = DraftConfig.from_dict(written)
     with safe_open(draft / "model.safetensors", "pt") as file:
         return tensor_findings(list(file.keys()), config)
 
@@ -122,7 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     target = prepare_target(load_recipe(options.recipe))
     prompts = options.prompt or PROMPTS
-    found = findings_of(options.draft, target, prompts, options.features, options.new_tokens)
+    try:
+        found = findings_of(options.draft, target, prompts, options.features, options.new_tokens)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     for finding in found:
         print(f"{finding.name}: {finding.text}. Remedy: {finding.remedy}.")
     if not found:
