@@ -1,16 +1,20 @@
 """Which training prompts a set of evaluation prompts is found in: exactly, or by most of its word n-grams.
 
-In: two Arrow tables (id, text). Out: `Overlap`s, one per training id. DuckDB does it and spills where memory
-ends.
+In: (id, text), two Arrow tables or a data set on disk and a table. Out: `Overlap`s, one per training id. DuckDB does
+it, and reads what lies on disk as it goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import duckdb
 import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 
 from storage.schemas import Message
 
@@ -18,6 +22,9 @@ NGRAM = 8  # words
 THRESHOLD = 0.5  # of an evaluation prompt's n-grams found in one training row
 FEWEST = 4  # n-grams: a shorter evaluation prompt is compared as a whole only
 BOILERPLATE = 3  # evaluation prompts that share an n-gram: it is the frame of the question, not the question
+
+BATCH_TURNS = 2048
+_TURNS = pa.schema([("id", pa.string()), ("text", pa.string())])
 
 _WORDS = r"string_split(trim(regexp_replace(lower(text), '[^\p{L}\p{N}]+', ' ', 'g')), ' ')"
 
@@ -71,13 +78,13 @@ class Overlap:
     exact: bool
 
 
-def find_overlaps(training: pa.Table, evaluation: pa.Table) -> list[Overlap]:
-    """Training rows that hold an evaluation prompt. Both tables have string columns id and text.
+def find_overlaps(training: pa.Table | ds.Dataset, evaluation: pa.Table) -> list[Overlap]:
+    """Training rows that hold an evaluation prompt. Both have string columns id and text.
 
     Case, punctuation and spacing do not matter. N-grams that three or more evaluation prompts share are
     boilerplate and count for nothing; a row overlaps where half of a prompt's other n-grams are in it.
     """
-    if not training.num_rows or not evaluation.num_rows:
+    if not evaluation.num_rows:
         return []
     with duckdb.connect(config=_CONFIG) as connection:
         connection.register("training", training)
@@ -91,12 +98,27 @@ def find_overlaps(training: pa.Table, evaluation: pa.Table) -> list[Overlap]:
 
 def turns_table(conversations: Iterable[tuple[str, Iterable[Message]]], first_only: bool = False) -> pa.Table:
     """(id, text) of user turns, one row a turn; of each conversation's first one where `first_only`."""
-    rows = [
+    return pa.Table.from_batches(_turns(conversations, first_only), _TURNS)
+
+
+def turns_on_disk(conversations: Iterable[tuple[str, Iterable[Message]]], file: Path) -> ds.Dataset:
+    """(id, text) of every user turn, in a file: the questions of millions of conversations need no memory."""
+    with pq.ParquetWriter(file, _TURNS, compression="zstd") as writer:
+        for batch in _turns(conversations, first_only=False):
+            writer.write_batch(batch)
+    return ds.dataset(file)
+
+
+def _turns(
+    conversations: Iterable[tuple[str, Iterable[Message]]], first_only: bool
+) -> Iterator[pa.RecordBatch]:
+    rows = (
         {"id": identity, "text": message.content}
         for identity, messages in conversations
         for message in _users(messages, first_only)
-    ]
-    return pa.Table.from_pylist(rows, schema=pa.schema([("id", pa.string()), ("text", pa.string())]))
+    )
+    while batch := list(islice(rows, BATCH_TURNS)):
+        yield pa.RecordBatch.from_pylist(batch, schema=_TURNS)
 
 
 def _users(messages: Iterable[Message], first_only: bool) -> Iterator[Message]:

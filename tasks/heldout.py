@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage.schemas import ConversationRow, Message
-from tasks.decontaminate import Overlap, find_overlaps, turns_table
+from tasks.decontaminate import Overlap, find_overlaps, turns_on_disk, turns_table
 from tasks.evaluation_sets import HeldoutSets
 from tasks.intake import first_prompt
 from tasks.recipe import Recipe, Source
@@ -34,18 +35,19 @@ class Split:
     overlaps: Mapping[str, Overlap]
 
 
-def split_rows(recipe: Recipe, samples: Sequence[Sample], sets: HeldoutSets) -> Split:
-    """Choose the held-out conversations, and find the rows that would give an evaluation prompt away.
+def split_rows(recipe: Recipe, samples: Sequence[Sample], sets: HeldoutSets, folder: Path) -> Split:
+    """Choose the held-out conversations, and find the rows that would give an evaluation prompt away. `folder` takes
+    what is looked through.
 
     What holds a prompt of a set goes first, so that no prompt is measured twice. Sets, held-out rows and
     data.exclude are looked for one after the other: a prompt that all three hold is not boilerplate.
     """
-    everything = turns_table((row.id, row.messages) for row in all_rows(samples))
+    everything = turns_on_disk(((row.id, row.messages) for row in all_rows(samples)), folder / "turns.parquet")
     overlaps: dict[str, Overlap] = {}
 
     def leave_out(evaluation: pa.Table, beside: frozenset[str] = frozenset()) -> None:
         passed = pa.array([*beside, *overlaps], pa.string())
-        training = everything.filter(pc.invert(pc.is_in(everything["id"], value_set=passed)))
+        training = everything.filter(~pc.field("id").isin(passed))
         overlaps.update((each.training_id, each) for each in find_overlaps(training, evaluation))
 
     leave_out(turns_table((each.key, _users(each.turns)) for each in sets.prompts))

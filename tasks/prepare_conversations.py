@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 STAGE = Stage(name="prepare-conversations", kind="conversations", version=1)
 
-PART_ROWS = 5000
+PART_ROWS = 2000
 HELD_OUT = "heldout"
 # Measured on the embedded ShareGPT file (125 MB, one busy core of two): reading, normalising, counting
 # tokens.
@@ -95,7 +95,7 @@ def _make(recipe: Recipe, template: Template, writer: ArtifactWriter) -> Mapping
             reports.append(intake.run())
             samples.append(sample)
         _refuse_bad(recipe, reports)
-        split = split_rows(recipe, samples, sets)
+        split = split_rows(recipe, samples, sets, folder)
         quarantine += sets.refused
         written = _write(samples, split, sets, quarantine, writer)
     reports += sets.reports

@@ -132,10 +132,12 @@ class Sample:
             self._writer = None
         chosen = {place for _, place in self._heap}
         place = 0
-        for batch in pq.ParquetFile(self._path).iter_batches(batch_size=SPILL_ROWS):
+        # Buffering ahead would hold the whole file.
+        for batch in pq.ParquetFile(self._path, pre_buffer=False).iter_batches(batch_size=SPILL_ROWS):
             wanted = [i for i in range(batch.num_rows) if place + i in chosen]
             place += batch.num_rows
             yield from from_table(ConversationRow, pa.Table.from_batches([batch]).take(wanted))
+        pa.default_memory_pool().release_unused()  # what decompressing took: up to 100 MB that the system does not see free
 
     def _flush(self) -> None:
         if self._writer and self._waiting:

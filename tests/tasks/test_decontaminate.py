@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from storage.schemas import Message
-from tasks.decontaminate import NGRAM, THRESHOLD, find_overlaps, turns_table
+from tasks.decontaminate import NGRAM, THRESHOLD, find_overlaps, turns_on_disk, turns_table
 from tasks.recipe import Source
 from tasks.sources import read_source
 from tasks.sources.shapes import conversation_of
@@ -78,9 +78,10 @@ def test_nothing_against_nothing_is_nothing():
     assert find_overlaps(table(), table(e="a")) == [] == find_overlaps(table(a="a"), table())
 
 
-def test_turns_are_the_users():
+def test_turns_are_the_users_in_memory_and_on_disk(tmp_path: Path):
     said = [Message("system", "s"), Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
     assert turns_table([("x", said)]).to_pylist() == [{"id": "x", "text": "a"}, {"id": "x", "text": "c"}]
+    assert turns_on_disk([("x", said)], tmp_path / "turns.parquet").to_table() == turns_table([("x", said)])
     assert turns_table([("x", said)], first_only=True).to_pylist() == [{"id": "x", "text": "a"}]
 
 
