@@ -192,12 +192,15 @@ class MetricsTail:
     """The trainer's metrics.jsonl into the tracker: every few seconds while it is entered, the rest at
     `finish`.
 
-    Lines that the tracker did not take are sent again; a torn last line waits for its end.
+    Lines that the tracker did not take are sent again; a torn last line waits for its end. A run that goes on from a
+    checkpoint first drops what a killed one wrote after it: then the file is read anew, and no record is sent twice.
     """
 
     def __init__(self, mlflow: Mlflow, run: str, path: Path) -> None:
         self._mlflow, self._run, self._path = mlflow, run, path
-        self._sent = 0  # bytes
+        self._read = 0  # bytes
+        self._last = b""  # the line that ends there
+        self._sent: set[tuple[str, int]] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="metrics-tail", daemon=True)
 
@@ -222,17 +225,26 @@ class MetricsTail:
 
     def _send(self) -> None:
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._sent)
-                data = file.read()
+            lines = self._new_lines()
         except OSError:  # not there yet, or moved to its final name just now
             return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._mlflow.log(
-            self._run, [figure for line in whole.splitlines() for figure in numbers(json.loads(line))]
-        )
-        if not self._mlflow.down:
-            self._sent += len(whole)
+        records = {(record.get("kind", ""), record["step"]): record for record in map(json.loads, lines)}
+        new = {key: record for key, record in records.items() if key not in self._sent}
+        self._mlflow.log(self._run, [figure for record in new.values() for figure in numbers(record)])
+        if lines and not self._mlflow.down:
+            self._sent |= new.keys()
+            self._read += sum(map(len, lines))
+            self._last = lines[-1]
+
+    def _new_lines(self) -> list[bytes]:
+        """Whole lines behind what was read; all of them where that is not what it was."""
+        with self._path.open("rb") as file:
+            file.seek(self._read - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self._read, self._last = 0, b""
+                file.seek(0)
+            data = file.read()
+        return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
 def _key(thing: Plan | ArtifactRef) -> str:

@@ -16,7 +16,7 @@ from mlflow.entities import Run
 
 import tasks.build_tracker
 from storage.artifacts import ArtifactRef, ArtifactStore, ArtifactWriter
-from tasks.build_tracker import ARTIFACT_TAG, BuildTracker
+from tasks.build_tracker import ARTIFACT_TAG, BuildTracker, MetricsTail
 from tasks.evaluation import SUMMARY
 from tasks.recipe import Recipe
 from tasks.tracked_figures import Figure, flat, numbers, redacted
@@ -132,6 +132,54 @@ def test_training_shows_while_it_runs_and_is_whole_at_its_end(
     run = runs(recipe)["train smollm2-135m"]
     assert history(recipe, run, "loss") == {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25}
     assert history(recipe, run, "accuracy.2") == dict.fromkeys([1, 2, 3, 4], 0.4)
+
+
+class TailedFile:
+    """A trainer's file, what was sent of it, and a tail that is asked to look by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.sent, self.down = folder / "metrics.jsonl", [], False
+        self.tail = MetricsTail(self, "run", self.path)
+
+    def log(self, run: str, figures: list[Figure]) -> None:
+        if not self.down:
+            self.sent += [(figure.step, figure.value) for figure in figures]
+
+    def try_again(self) -> None: ...
+
+    def holds(self, steps: range, torn: str = "") -> None:
+        self.path.write_text(
+            "".join(f'{{"kind": "step", "step": {step}, "loss": {step}.5}}\n' for step in steps) + torn
+        )
+        self.tail.finish(self.path)
+
+
+@pytest.mark.parametrize("torn", ["", '{"kind": "step", "st'])
+def test_a_run_that_goes_on_from_a_checkpoint_drops_lines_and_each_step_is_sent_once(tmp_path: Path, torn: str):
+    """A build that was killed in training ended with a parsing error once its training was done."""
+    file = TailedFile(tmp_path)
+    file.holds(range(1, 30), torn)
+    file.holds(range(1, 21))  # cut back to the checkpoint, shorter than what was read
+    file.holds(range(1, 26))
+    file.holds(range(1, 40))  # and longer than it ever was
+    assert file.sent == [(step, step + 0.5) for step in range(1, 40)]
+
+
+def test_a_file_that_was_cut_and_grew_between_two_looks_is_read_anew(tmp_path: Path):
+    file = TailedFile(tmp_path)
+    file.holds(range(1, 9))
+    file.path.write_text('{"kind": "evaluation", "step": 4, "tau": 1.25}\n')
+    file.holds(range(100, 120))
+    assert [step for step, _ in file.sent] == [*range(1, 9), *range(100, 120)]
+
+
+def test_what_a_tracker_that_is_down_did_not_take_is_sent_later(tmp_path: Path):
+    file = TailedFile(tmp_path)
+    file.down = True
+    file.holds(range(1, 4))
+    file.down = False
+    file.holds(range(1, 6))
+    assert [step for step, _ in file.sent] == [1, 2, 3, 4, 5]
 
 
 def test_a_stage_that_fails_leaves_failed_runs(recipe: Recipe):
