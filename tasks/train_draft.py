@@ -37,7 +37,7 @@ NO_RESULT = {"threads", "checkpoint_every"}
 
 # The trainer's memory. Large tensors in huge pages: 3 to 5 % off a step on a CPU. Kept out of malloc's heap they go back
 # to the system when freed, where the heap would keep up to 60 MB of holes.
-ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_MMAP_THRESHOLD_": str(2 << 20)}
+ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 # Multiply-adds per second of a training step, measured: 2 cores at 40e9 each with SmolLM2's draft; a
 # data-centre GPU in bf16 at the 8B shape.
