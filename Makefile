@@ -70,7 +70,7 @@ report: $(STAMP) ## where the finished draft's report is
 compare: $(STAMP) ## one page of several drafts: DRAFTS="1a2b 3c4d", the beginnings of their fingerprints; none lists them
 	@$(PY) -m tasks.report $(STORE) $(DRAFTS)
 
-test: $(STAMP) ## every test, about twenty minutes
+test: $(STAMP) ## every test, about a quarter of an hour
 	@$(PY) -m pytest
 
 test-fast: $(STAMP) ## the tests that take seconds
