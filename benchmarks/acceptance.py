@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     responses = [Response(str(index), prompt.set) for index, prompt in enumerate(prompts)]
     estimated = timed(lambda: estimate(draft, documents, responses, CHAIN.length))
     figures = {
-        "draft": str(options.draft) if options.draft else "overfitted to these texts",
+        "draft": options.draft.name if options.draft else "overfitted to these texts",
         "prompts": len(prompts),
         "new_tokens": tokens,
         "identity": identity(prompts, runs),
