@@ -33,7 +33,6 @@ from tasks.engines.hf_target import HuggingFaceTarget
 from tasks.examine_draft import PROMPTS, file_findings, patient_of, template_findings
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import load_recipe
-from tasks.target_weights import read_target_weights
 from tasks.templates import Message, Template
 
 
@@ -113,18 +112,21 @@ class Clinic:
                 missing = file_findings(folder)
                 if missing:
                     return [finding.name for finding in missing]
-                draft = load_draft(folder, read_target_weights(Path(self.target.path)).embedding).eval()
-                return self.names(draft=draft, documents=self.captured_for(draft))
+                draft = load_draft(folder, self.patient.draft.embed_tokens.weight.detach()).eval()
+                same = draft.config.layer_ids == self.patient.draft.config.layer_ids
+                documents = self.patient.documents if same else self.captured(draft.config.layer_ids)
+                return self.names(draft=draft, documents=documents)
 
         return found
 
-    def captured_for(self, draft: Eagle3Draft) -> list[Document]:
-        """The answers with the features that the draft's config asks for."""
-        ids = draft.config.layer_ids
-        if ids == self.patient.draft.config.layer_ids:
-            return list(self.patient.documents)
+    def captured(self, layer_ids: tuple[int, ...]) -> list[Document]:
+        """The answers with the target's states at these layers as their features."""
         capture = self.patient.capture
-        return [replace(d, features=capture([d.token_ids], ids)[0]) for d in self.patient.documents]
+        return [replace(d, features=capture([d.token_ids], layer_ids)[0]) for d in self.patient.documents]
+
+    def config(self, **changes: Any) -> dict[str, Any]:
+        """The draft's config as it is written, with some fields changed."""
+        return replace(self.patient.draft.config, **changes).to_dict()
 
     def on_documents(self, change: Callable[[Document], Document]) -> Callable[[], list[str]]:
         return lambda: self.names(documents=[change(document) for document in self.patient.documents])
@@ -136,14 +138,16 @@ class Clinic:
 def cases(clinic: Clinic) -> list[Case]:
     patient = clinic.patient
     config = patient.draft.config
-    captured = lambda d: replace(d, features=patient.capture([d.token_ids], clinic.layers(-1))[0])
+    lower = clinic.layers(-1)
+    captured_lower = lambda: clinic.names(documents=clinic.captured(lower))
+    other_flag = clinic.config(norm_output=not config.norm_output)
     return [
         Case("-", "none: the draft as it was built", "", clinic.names),
-        Case(1, "config with layer ids one too low", "layer-ids", clinic.of_files(layer_ids(clinic, -1))),
-        Case(1, "features captured one layer too low", "layer-ids-stored", clinic.on_documents(captured)),
+        Case(1, "config with layer ids one too low", "layer-ids", clinic.of_files(clinic.config(layer_ids=lower))),
+        Case(1, "features captured one layer too low", "layer-ids-stored", captured_lower),
         Case(1, "features captured one token late", "time-offset", clinic.on_documents(late_features)),
         Case(2, "loss mask two tokens late", "mask-shifted", clinic.on_documents(late_mask)),
-        Case(3, "the flag of the normed feedback lost", "norm-output", clinic.of_files(flag(clinic, "norm_output"))),
+        Case(3, "the flag of the normed feedback lost", "norm-output", clinic.of_files(other_flag)),
         Case(4, "fc applied to the draft's own output", "feedback", lambda: clinic.names(drafter=FusesItsOwnOutput)),
         Case(5, "vocabulary map from other data", "other-vocabulary", lambda: clinic.names(draft=other_map(clinic))),
         Case(6, "d2t as absolute ids", "d2t-absolute", clinic.of_files(tensors=absolute_ids)),
@@ -161,17 +165,6 @@ def cases(clinic: Clinic) -> list[Case]:
 
 
 SCALING = {"rope_type": "linear", "factor": 2.0}
-
-
-def layer_ids(clinic: Clinic, shift: int) -> dict[str, Any]:
-    """The config's keys under which layer ids stand, shifted."""
-    draft = replace(clinic.patient.draft.config, layer_ids=clinic.layers(shift))
-    return draft.to_dict()
-
-
-def flag(clinic: Clinic, name: str) -> dict[str, Any]:
-    config = clinic.patient.draft.config
-    return replace(config, **{name: not getattr(config, name)}).to_dict()
 
 
 def late_features(document: Document) -> Document:

@@ -1,7 +1,6 @@
-"""Sets and maps of 64-bit keys in a few bytes each: a Python set of a million takes 70 MB, this one 16.
+"""A set of 64-bit keys in a few bytes each: a Python set of a million takes 70 MB, this one 16.
 
-In: keys that are hashes already, so that their low bits say where they go. Out: whether a key is new, or the value
-that it had first.
+In: keys that are hashes already, so that their low bits say where they go. Out: whether a key is new, or there.
 """
 
 from __future__ import annotations
@@ -22,21 +21,18 @@ class Keys:
     def __len__(self) -> int:
         return self._count
 
+    def __contains__(self, key: int) -> bool:
+        return self._slots[self._find(key or 1)] != _FREE
+
     def add(self, key: int) -> bool:
         """Whether `key` is new; it is there from now on."""
-        return self._take(key or 1) is not None
-
-    def _take(self, key: int) -> int | None:
-        """The slot that a new key was put in; None where it was there."""
-        place = self._find(key)
-        if self._slots[place] != _FREE:
-            return None
+        if key in self:
+            return False
         if 3 * (self._count + 1) > 2 * len(self._slots):
             self._grow()
-            place = self._find(key)
-        self._slots[place] = key
+        self._slots[self._find(key or 1)] = key or 1
         self._count += 1
-        return place
+        return True
 
     def _find(self, key: int) -> int:
         """The slot of `key`, or the free one where it belongs."""
@@ -52,31 +48,6 @@ class Keys:
         for key in old:
             if key != _FREE:
                 self._slots[self._find(key)] = key
-
-
-class KeyedValues(Keys):
-    """A 64-bit value beside every key."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._values = _zeros(_FIRST_SLOTS)
-
-    def setdefault(self, key: int, value: int) -> int:
-        """The key's value; `value` where the key is new."""
-        key = key or 1
-        place = self._take(key)
-        if place is None:
-            return self._values[self._find(key)]
-        self._values[place] = value
-        return value
-
-    def _grow(self) -> None:
-        slots, values = self._slots, self._values
-        super()._grow()
-        self._values = _zeros(len(self._slots))
-        for key, value in zip(slots, values, strict=True):
-            if key != _FREE:
-                self._values[self._find(key)] = value
 
 
 def _zeros(count: int) -> array[int]:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.schemas import CONVERSATIONS, ConversationRow, Message, from_table, to_table
-from tasks.keys import KeyedValues, Keys
+from tasks.keys import Keys
 from tasks.sources.shapes import RawConversation
 
 SPILL_ROWS = 512
@@ -44,7 +44,8 @@ class Doubles:
 
     _raw: Keys = field(default_factory=Keys)
     _clean: Keys = field(default_factory=Keys)
-    _contents: KeyedValues = field(default_factory=KeyedValues)
+    _ids: Keys = field(default_factory=Keys)
+    _firsts: Keys = field(default_factory=Keys)  # an id with the turns that it had first
     _taken: Keys = field(default_factory=Keys)
     _renamed: Keys = field(default_factory=Keys)
 
@@ -63,9 +64,10 @@ class Doubles:
         if not raw.id:
             return False
         name = key_of(raw.id)
-        content = key_of(*(f"{turn.role}\0{turn.content}" for turn in raw.turns))
-        first = self._contents.setdefault(name, content)
-        return first != content and self._renamed.add(name)
+        row = key_of(raw.id, *(f"{turn.role}\0{turn.content}" for turn in raw.turns))
+        if self._ids.add(name):
+            self._firsts.add(row)
+        return row not in self._firsts and self._renamed.add(name)
 
     def unique_id(self, wanted: str) -> str:
         """The id itself, or with a number behind it where another conversation has it."""

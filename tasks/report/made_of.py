@@ -6,6 +6,7 @@ In: an artifact's manifest. Out: lines for the page; none where the stage has no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,7 +55,7 @@ def _of_responses(summary: Mapping[str, Any]) -> list[str]:
 
 def _reasons(counts: Mapping[str, int]) -> str:
     """Why, the commonest first; nothing where nothing was counted."""
-    most = sorted(counts.items(), key=lambda pair: -pair[1])[:MOST]
+    most = Counter(counts).most_common(MOST)
     named = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in most)
     return f" ({named})" if most else ""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.planted_faults import FusesItsOwnOutput, KeepsRejected, SeesTooLittle, StaysAtItsPosition
+from benchmarks.planted_faults import FusesItsOwnOutput, KeepsRejected, SeesTooLittle, StaysAtItsPosition, padded
 from eagle3core.doctor import Patient, examine, tensor_findings
 from eagle3core.draft import Eagle3Draft
 from eagle3core.estimate import estimate
@@ -168,13 +168,7 @@ def test_features_of_another_target(clinic):
 
 
 def test_hidden_states_that_padding_changes(clinic):
-    def padded_on_the_left_without_a_mask(texts, ids):
-        longest = max(len(text) for text in texts)
-        whole = [torch.cat([torch.zeros(longest - len(t), dtype=torch.int64), t]) for t in texts]
-        parts = clinic.capture(whole, ids)
-        return [part[longest - len(text) :] for part, text in zip(parts, texts, strict=True)]
-
-    assert names(clinic.patient(capture=padded_on_the_left_without_a_mask)) == ["batch-padding"]
+    assert names(clinic.patient(capture=padded(clinic.patient()))) == ["batch-padding"]
 
 
 @pytest.mark.parametrize("shift", [-1, 1])

@@ -46,6 +46,16 @@ def draft(target, tmp_path):
     return tmp_path / "draft"
 
 
+@pytest.fixture
+def recipe(target, tmp_path):
+    file = tmp_path / "tiny.yaml"
+    file.write_text(
+        f"name: tiny\ntarget: {{model: {target.path}, dtype: float32, max_model_len: 512}}\n"
+        "data: {sources: [{kind: prompts, uri: none}], max_prompt_tokens: 128, max_tokens: 256}\n"
+    )
+    return file
+
+
 def names(draft, target):
     return [finding.name for finding in findings_of(draft, target, PROMPTS[:2], None, 16)]
 
@@ -67,25 +77,15 @@ def test_a_lost_rope_base(draft, target):
     assert names(draft, target) == ["rope-theta"]
 
 
-def test_the_command_prints_findings_and_fails(draft, target, tmp_path, capsys):
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(
-        f"name: tiny\ntarget: {{model: {target.path}, dtype: float32, max_model_len: 512}}\n"
-        "data: {sources: [{kind: prompts, uri: none}], max_prompt_tokens: 128, max_tokens: 256}\n"
-    )
+def test_the_command_prints_findings_and_fails(draft, recipe, capsys):
     arguments = [str(recipe), "--draft", str(draft), "--new-tokens", "24"]
     assert main(arguments) == 1
     assert capsys.readouterr().out.startswith("too-bad: position 1")
 
 
-def test_another_drafters_draft_is_said_in_one_line(draft, target, tmp_path, capsys):
+def test_another_drafters_draft_is_said_in_one_line(draft, recipe, capsys):
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps({**config, "drafter": "eagle1"}))
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(
-        f"name: tiny\ntarget: {{model: {target.path}, dtype: float32, max_model_len: 512}}\n"
-        "data: {sources: [{kind: prompts, uri: none}], max_prompt_tokens: 128, max_tokens: 256}\n"
-    )
     assert main([str(recipe), "--draft", str(draft)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and "EAGLE-1" in said and len(said.splitlines()) == 1
