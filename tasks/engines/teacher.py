@@ -7,15 +7,21 @@ the probability outside them. Only two tensors of the target are read, with safe
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-# Rows of logits formed at once: 64 x 128,256 fp32 are 33 MB.
-CHUNK_ROWS = 64
+# Rows of logits formed at once: a CPU's matrix product comes to its full rate with some 400. Their bytes have a limit.
+CHUNK_ROWS, CHUNK_BYTES = 384, 128 << 20
+# Fewer rows go through another kernel of the BLAS, whose last bits differ: a row would depend on what is beside it.
+LEAST_ROWS = 32
+# Neighbours in the vocabulary whose largest logit stands for all of them while the k likeliest tokens are looked for.
+BLOCK = 64
 # Config keys of architectures whose head is more than RMSNorm and a matrix.
 UNSUPPORTED = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -33,13 +39,14 @@ class TopK:
     rest: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class TargetHead:
-    """norm [H] and head [V, H], fp32, on the device that computes."""
+    """norm [H] and head [V, H], fp32, on the device that computes. One thread at a time: the logits' memory is kept."""
 
     norm: Tensor
     head: Tensor
     eps: float
+    _memory: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def load(cls, folder: Path, device: str) -> TargetHead:
@@ -58,21 +65,55 @@ class TargetHead:
         )
 
     def top_k(self, hidden: Tensor, k: int) -> TopK:
-        """[rows, H] states before the final norm, any float type -> the teacher, on the CPU."""
-        chunks = [self._chunk(rows, k) for rows in hidden.split(CHUNK_ROWS)]
+        """[rows, H] states before the final norm, any float type -> the teacher, on the CPU.
+
+        A row's figures do not depend on the rows beside it, to the bit.
+        """
+        chunks = [self._chunk(rows, k) for rows in hidden.split(self.chunk_rows)]
         ids, log_probs, rest = (torch.cat(column) for column in zip(*chunks, strict=True))
         return TopK(ids, log_probs, rest)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that are best given at once, or a multiple of them."""
+        return max(LEAST_ROWS, min(CHUNK_ROWS, CHUNK_BYTES // (4 * self._columns)))
+
+    @property
+    def _columns(self) -> int:
+        return math.ceil(len(self.head) / BLOCK) * BLOCK
 
     def _chunk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         states = hidden.to(self.head.device, torch.float32)
         states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps) * self.norm
-        logits = states @ self.head.T
-        values, ids = logits.topk(k, dim=-1)
+        logits = self._logits(F.pad(states, (0, 0, 0, max(0, LEAST_ROWS - len(states)))))[: len(hidden)]
+        values, ids = likeliest(logits, k)
         # What is outside is summed by itself: 1 - sum(inside) would cancel where the target is sure. The whole follows
         # from both, without a second pass over the vocabulary.
-        rest = logits.scatter_(-1, ids, float("-inf")).logsumexp(-1)
+        most = values[:, :1]
+        outside = logits.scatter_(-1, ids, float("-inf")).sub_(most).exp_().sum(-1)
+        rest = outside.log() + most[:, 0]
         total = torch.logaddexp(values.logsumexp(-1), rest)
         return ids.int().cpu(), (values - total[:, None]).cpu(), (rest - total).cpu()
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """[rows, V filled up to whole blocks with -inf], in memory that the next call uses again."""
+        if self._memory is None:
+            self._memory = states.new_full((self.chunk_rows, self._columns), float("-inf"))
+        whole, size = self._memory[: len(states)], len(self.head)
+        torch.mm(states, self.head.T, out=whole[:, :size])
+        whole[:, size:] = float("-inf")
+        return whole
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of every row [rows, n], n a multiple of BLOCK, by falling value: values, ids [rows, k].
+
+    They lie in the k blocks whose largest values are largest, so that most of a row is read once and never sorted.
+    """
+    blocks = logits.unflatten(-1, (-1, BLOCK))
+    best = blocks.amax(-1).topk(min(k, blocks.shape[1]), dim=-1, sorted=False).indices
+    values, places = blocks.gather(1, best[..., None].expand(-1, -1, BLOCK)).flatten(1).topk(k, dim=-1)
+    return values, best.gather(1, places // BLOCK) * BLOCK + places % BLOCK
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,8 +30,21 @@ from tasks.templates import Template
 NEVER = -65504.0
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """The teacher of one sample, to be filled in where `rows` is set; states: [rows that are set, H]."""
+
+    rows: Tensor
+    states: Tensor
+    arrays: dict[str, Tensor]
+
+
 class Packer:
-    """States of one sample -> the arrays that are stored, by name."""
+    """States of one sample -> the arrays that are stored, by name.
+
+    The teacher's matrix product is quick for many rows alone, so that several samples share it: what `pack` returned is whole
+    after the next `complete`.
+    """
 
     def __init__(self, capture: CaptureOptions, folder: Path) -> None:
         self._capture = capture
@@ -39,6 +52,7 @@ class Packer:
         self._dtype = torch.bfloat16 if capture.dtype in LARGEST else getattr(torch, capture.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._head = TargetHead.load(folder, device) if capture.teacher == "topk" else None
+        self._waiting: list[Waiting] = []
 
     def pack(self, sample: Sample, states: Tensor | None) -> dict[str, Tensor]:
         """`states`: [T-1, layers + 1, H], the last one before the target's final norm."""
@@ -48,18 +62,37 @@ class Packer:
         features, last = self._features(states[:, :-1]), states[:, -1]
         if self._head is None:
             return features | {"teacher_hidden": last.to(self._dtype).contiguous()}
-        # Row t is the distribution of token t + 1: only those of tokens that the target wrote are ever a
-        # label.
+        teacher = self._without_teacher(len(states))
+        # Row t is the distribution of token t + 1: only those of tokens that the target wrote are ever a label.
         rows = torch.zeros(len(states), dtype=torch.bool)
         for start, end in sample.spans:
             rows[start - 1 : end - 1] = True
+        self._waiting.append(Waiting(rows, last[rows], teacher))
+        if sum(len(each.states) for each in self._waiting) >= self._head.chunk_rows:
+            self.complete()
+        return features | teacher
+
+    def complete(self) -> None:
+        """Fill in the teacher of all that was packed."""
+        if self._head is None or not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        counts = [len(each.states) for each in waiting]
+        top = self._head.top_k(torch.cat([each.states for each in waiting]), self._capture.teacher_k)
+        log_probs = top.log_probs.clamp(min=NEVER).half()
+        columns = {"teacher_ids": top.ids, "teacher_log_probs": log_probs, "teacher_rest": top.rest}
+        for name, column in columns.items():
+            for each, part in zip(waiting, column.split(counts), strict=True):
+                each.arrays[name][each.rows] = part
+
+    def _without_teacher(self, rows: int) -> dict[str, Tensor]:
+        """The stored form of rows that are no label."""
         k = self._capture.teacher_k
-        ids = torch.arange(k, dtype=torch.int32).repeat(len(states), 1)
-        log_probs = torch.full((len(states), k), NEVER, dtype=torch.float16)
-        rest = torch.zeros(len(states))
-        top = self._head.top_k(last[rows], k)
-        ids[rows], log_probs[rows], rest[rows] = top.ids, top.log_probs.clamp(min=NEVER).half(), top.rest
-        return features | {"teacher_ids": ids, "teacher_log_probs": log_probs, "teacher_rest": rest}
+        return {
+            "teacher_ids": torch.arange(k, dtype=torch.int32).repeat(rows, 1),
+            "teacher_log_probs": torch.full((rows, k), NEVER, dtype=torch.float16),
+            "teacher_rest": torch.zeros(rows),
+        }
 
     def _features(self, states: Tensor) -> dict[str, Tensor]:
         if self._capture.dtype in LARGEST:
@@ -92,6 +125,8 @@ class Parts:
     def _hand_over(self, part: int) -> None:
         outcomes = self._outcomes.pop(part)
         arrays = self._arrays.pop(part)
+        if self._packer is not None:
+            self._packer.complete()
         ordered = [outcomes[name] for name in self._order[part]]
         samples = [(outcome.job.id, sample) for outcome in ordered for sample in outcome.samples]
         file = None

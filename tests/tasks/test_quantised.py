@@ -67,15 +67,34 @@ def test_the_trainer_gets_what_the_target_computed_from_a_quantised_store(tmp_pa
         torch.testing.assert_close(document.features.float(), torch.from_numpy(sample.features), rtol=0.07, atol=0.03)
 
 
+def pack_all(target, dtype: str, teacher: str, pairs: list[tuple[Sample, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    packer = Packer(CaptureOptions((1, 2, 3), dtype, teacher, 8), Path(target.path))
+    packed = [packer.pack(*pair) for pair in pairs]
+    packer.complete()
+    return packed
+
+
+def test_samples_that_share_the_teachers_product_get_each_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tasks.engines.teacher.CHUNK_ROWS", 9)  # whole between samples, and once more at the end
+    target = make_target(make_recipe(tmp_path))
+    pairs = [
+        (Sample(str(n), list(range(n + 1)), [(n - 3, n + 1)], [], "stop", False), torch.randn(n, 4, HIDDEN))
+        for n in range(5, 12)
+    ]
+    together = pack_all(target, "bfloat16", "topk", pairs)
+    for packed, pair in zip(together, pairs, strict=True):
+        alone = pack_all(target, "bfloat16", "topk", [pair])[0]
+        assert packed.keys() == alone.keys() and all(torch.equal(packed[name], alone[name]) for name in packed)
+        supervised = packed["teacher_log_probs"].exp().sum(-1).float() + packed["teacher_rest"].exp()
+        torch.testing.assert_close(supervised[-4:], torch.ones(4), rtol=0, atol=2e-3)
+
+
 @pytest.mark.parametrize("teacher", ["topk", "hidden"])
 def test_the_engine_hands_over_codes_and_scales_and_a_whole_teacher(tmp_path: Path, teacher: str):
     target = make_target(make_recipe(tmp_path))
     given = torch.cat([states(9), torch.randn(9, 1, HIDDEN)], 1)
     sample = Sample("a", list(range(10, 20)), [(4, 10)], [], "stop", False)
-    packed, plain = (
-        Packer(CaptureOptions((1, 2, 3), each, teacher, 8), Path(target.path)).pack(sample, given)
-        for each in ("fp8_e4m3", "bfloat16")
-    )
+    packed, plain = (pack_all(target, each, teacher, [(sample, given)])[0] for each in ("fp8_e4m3", "bfloat16"))
     codes, scales = quantise(given[:, :3], "fp8_e4m3")
     assert torch.equal(packed["features"], codes) and torch.equal(packed["feature_scales"], scales)
     assert packed.keys() - plain.keys() == {"feature_scales"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasks.engines.teacher import TargetHead, TeacherError
+from tasks.engines.teacher import BLOCK, TargetHead, TeacherError, likeliest
 from tests.tiny_target import make_tiny_target
 
 
@@ -42,3 +42,44 @@ def test_a_head_that_scales_its_logits_is_refused_by_name(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0}))
     with pytest.raises(TeacherError, match="final_logit_softcapping"):
         TargetHead.load(tmp_path, "cpu")
+
+
+@pytest.mark.parametrize("k", [1, 8, 40])
+@pytest.mark.parametrize("order", ["random", "rising", "one block"])
+def test_the_likeliest_are_those_of_a_whole_sort(k, order):
+    logits = torch.randn(7, 20 * BLOCK, generator=torch.Generator().manual_seed(0))
+    if order == "rising":
+        logits = logits.sort(-1).values  # the likeliest are neighbours
+    elif order == "one block":
+        logits[:, 3 * BLOCK : 4 * BLOCK] += 100
+    values, ids = likeliest(logits, k)
+    expected = logits.sort(-1, descending=True)
+    assert torch.equal(values, expected.values[:, :k]) and torch.equal(ids, expected.indices[:, :k])
+
+
+@pytest.mark.parametrize("vocabulary", [BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3])
+def test_a_vocabulary_of_no_whole_blocks_and_more_rows_than_a_chunk(vocabulary, monkeypatch):
+    monkeypatch.setattr("tasks.engines.teacher.CHUNK_ROWS", 5)
+    monkeypatch.setattr("tasks.engines.teacher.LEAST_ROWS", 4)
+    random = torch.Generator().manual_seed(0)
+    head = TargetHead(torch.rand(16, generator=random), -torch.rand(vocabulary, 16, generator=random), eps=1e-6)
+    hidden = torch.rand(13, 16, generator=random)  # every logit is below 0: a column that is filled up would win
+    log_probs = (torch.nn.functional.rms_norm(hidden, (16,), head.norm, 1e-6) @ head.head.T).log_softmax(-1)
+    for _ in range(2):  # the second call finds the first one's logits
+        top = head.top_k(hidden, 8)
+        values, ids = log_probs.topk(8, dim=-1)
+        assert torch.equal(top.ids.long(), ids)
+        torch.testing.assert_close(top.log_probs, values, rtol=1e-5, atol=1e-5)
+        outside = log_probs.scatter(-1, ids, float("-inf")).logsumexp(-1)
+        torch.testing.assert_close(top.rest, outside, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    random = torch.Generator().manual_seed(0)
+    head = TargetHead(torch.rand(96, generator=random), torch.randn(9_001, 96, generator=random), eps=1e-6)
+    hidden = torch.randn(500, 96, generator=random)
+    together = head.top_k(hidden, 16)
+    for start, count in ((0, 1), (3, 7), (130, 31), (200, 32), (90, 300)):
+        alone = head.top_k(hidden[start : start + count], 16)
+        for name in ("ids", "log_probs", "rest"):
+            assert torch.equal(getattr(alone, name), getattr(together, name)[start : start + count]), (name, start)
