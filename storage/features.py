@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,8 @@ ROW_GROUP_BYTES = 64 << 20
 LARGEST_VALUE = (1 << 31) - 1024
 # What a reader lets stay mapped: mapped pages count as its memory.
 MAPPED_BYTES = 256 << 20
-# What is read in and verified before its turn comes.
-AHEAD_BYTES = 32 << 20
+# What is read in and verified before its turn comes, in so many batches.
+AHEAD_BYTES, BATCHES_AHEAD = 32 << 20, 4
 
 _TEXT = ("id", "conversation_id", "source", "split", "category", "finish_reason")
 _NARROW = [
@@ -205,30 +207,52 @@ class FeatureReader:
         return FeatureSample(**text, spans=spans, **arrays)
 
     def stream(self, rows: Iterable[int], ahead_bytes: int = AHEAD_BYTES) -> Iterator[FeatureSample]:
-        """The samples `rows`, in their order; those that follow are read in and verified meanwhile.
+        """The samples `rows`, in their order; those that follow are read in and verified meanwhile, by a thread.
 
-        At most `ahead_bytes`, and one sample, are in flight. What was verified before costs no thread. Raises as `read`
+        At most `ahead_bytes`, and a few samples, are in flight. What was verified before costs no thread. Raises as `read`
         does, when the damaged sample's turn comes.
         """
-        waiting: deque[tuple[int, Future[FeatureSample] | None]] = deque()
-        held = 0
+        waiting: deque[tuple[list[int], Future[list[FeatureSample]] | None]] = deque()
+        batches = self._batches(rows, ahead_bytes // BATCHES_AHEAD)
         pool = ThreadPoolExecutor(1, thread_name_prefix="features")
         try:
-            for i in rows:
-                if not self._verified[i]:
-                    self._parts.read_ahead(*self._place(i))
-                waiting.append((i, None if self._verified[i] else pool.submit(self.read, i)))
-                held += self.size(i)
-                while held > ahead_bytes:
-                    held -= self.size(waiting[0][0])
-                    yield self._arrived(*waiting.popleft())
+            for batch, following in pairwise(chain(batches, [[]])):
+                fresh = not self._verified[batch].all()
+                waiting.append((batch, pool.submit(self._read_ahead, batch, following) if fresh else None))
+                if len(waiting) == BATCHES_AHEAD - 1:  # and one is on its way from the disk
+                    yield from self._arrived(*waiting.popleft())
             while waiting:
-                yield self._arrived(*waiting.popleft())
+                yield from self._arrived(*waiting.popleft())
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _arrived(self, i: int, coming: Future[FeatureSample] | None) -> FeatureSample:
-        return coming.result() if coming else self.read(i)
+    def _batches(self, rows: Iterable[int], size: int) -> Iterator[list[int]]:
+        """Runs of `rows` that come to `size` bytes: a thread that hands over single samples waits more than it works."""
+        batch: list[int] = []
+        held = 0
+        for i in rows:
+            batch.append(i)
+            held += self.size(i)
+            if held >= size:
+                yield batch
+                batch, held = [], 0
+        if batch:
+            yield batch
+
+    def _read_ahead(self, rows: Sequence[int], following: Sequence[int]) -> list[FeatureSample]:
+        """The samples `rows`, up to one that is damaged; the disk is asked for `following` before."""
+        for i in following:
+            if not self._verified[i]:
+                self._parts.read_ahead(*self._place(i))
+        samples: list[FeatureSample] = []
+        with suppress(DamagedPart):
+            samples.extend(map(self.read, rows))
+        return samples
+
+    def _arrived(self, rows: Sequence[int], coming: Future[list[FeatureSample]] | None) -> Iterator[FeatureSample]:
+        samples = coming.result() if coming else []
+        yield from samples
+        yield from map(self.read, rows[len(samples) :])
 
     def _place(self, i: int) -> tuple[Path, int, list[int]]:
         """Sample i's part, its row there, and the size of each of its wide values."""

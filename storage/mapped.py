@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,9 +169,9 @@ class MappedParts:
             raise DamagedPart(path, " ".join(str(error).split())) from None
 
     def read_ahead(self, path: Path, row: int, sizes: Sequence[int]) -> None:
-        """Have a row that will be asked for come into the page cache, where its file is open."""
-        if (file := self._open.get(path)) is not None:
-            file.read_ahead(row, sizes)
+        """Have a row that will be asked for come into the page cache; a file that cannot be read says so when it is asked."""
+        with suppress(OSError, ValueError, LookupError, pa.ArrowException):
+            self._file(path, 0).read_ahead(row, sizes)
 
     def _file(self, path: Path, size: int) -> MappedFile | DecodedFile:
         """The open file, `size` more bytes of which are about to be touched."""
