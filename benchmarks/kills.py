@@ -81,10 +81,14 @@ def answer(case: dict[str, Any]) -> None:
 
 def start(case: dict[str, Any]) -> subprocess.Popen:
     command = [sys.executable, "-m", "benchmarks.kills", "--case", json.dumps(case)]
-    # A lock on the device of its own: it does not wait for a build that runs beside it.
-    own = {**os.environ, "XDG_RUNTIME_DIR": str(Path(case["target"]["path"]).parent)}
+    own = own_device(Path(case["target"]["path"]).parent)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=own, start_new_session=True, **quiet)
+
+
+def own_device(folder: Path) -> dict[str, str]:
+    """The environment of a process whose lock on the device is its own: it does not wait for a build beside it."""
+    return {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
 
 
 def finish(process: subprocess.Popen) -> None:

@@ -87,11 +87,11 @@ class Clinic:
     def __init__(self, recipe_name: str, new_tokens: int, folder: Path) -> None:
         recipe = load_recipe(recipe_name)
         store = ArtifactStore(recipe.store.uri)
-        published = sorted(map(store.manifest, store.list("published")), key=lambda manifest: manifest.created)
+        published = store.manifests("published")
         if not published:
             raise SystemExit(f"{store.root} holds no finished draft: run `make build-draft` first")
         self.folder, self.target = folder, prepare_target(recipe)
-        self.draft = Path(store.local(published[-1].ref))
+        self.draft = Path(store.local(published[0].ref))
         self.patient = patient_of(self.draft, self.target, PROMPTS, None, new_tokens)
 
     def names(self, **changes: Any) -> list[str]:

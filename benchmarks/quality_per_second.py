@@ -76,10 +76,10 @@ class Data:
 def load(recipe: Recipe) -> Data:
     """What the newest draft in the recipe's store was trained on. Raises SystemExit where there is none."""
     store = ArtifactStore(recipe.store.uri)
-    drafts = sorted(map(store.manifest, store.list("draft")), key=lambda manifest: manifest.created)
+    drafts = store.manifests("draft")
     if not drafts:
         raise SystemExit(f"{store.root} holds no draft: run `make build-draft` first")
-    inputs = {ref.kind: str(store.local(ref)) for ref in drafts[-1].inputs}
+    inputs = {ref.kind: str(store.local(ref)) for ref in drafts[0].inputs}
     target = prepare_target(recipe)
     spec = TrainingSpec(
         target.to_dict(), inputs["features"], inputs["vocabulary"], "", recipe.draft.model_dump(), {}, CHAIN

@@ -148,7 +148,9 @@ class MadeUp:
         }
 
 
-def train_here(module: str, spec: Mapping[str, Any], *, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> None:
+def train_here(
+    module: str, spec: Mapping[str, Any], *, folder: Path, env: Mapping[str, str], on_event: Callable[[dict[str, Any]], None]
+) -> None:
     """In the place of `train_draft.run_worker`."""
     with patch.object(train_worker, "emit", on_event):
         train_worker.train(train_draft.TrainingSpec(**spec), torch.device("cpu"))
@@ -220,15 +222,20 @@ def run(folder: Path, case: Case, window: float | None) -> Outcome:
     )
 
 
-def measure(base: Path, case: Case) -> dict[str, Any]:
-    """Both runs of a case, the one without a window first; its features are gone before the other begins."""
+def make_target(folder: Path) -> None:
+    """The target that `recipe_for` names."""
     # A target is a test's, as the tests of this folder's other parts have it.
     from tests.tiny_target import make_tiny_target
 
+    sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": 4, "kv_heads": 2, "vocab": VOCABULARY}
+    make_tiny_target(folder / "target", **sizes, max_position_embeddings=1024)
+
+
+def measure(base: Path, case: Case) -> dict[str, Any]:
+    """Both runs of a case, the one without a window first; its features are gone before the other begins."""
     with tempfile.TemporaryDirectory(dir=base, prefix="window-") as temporary:
         folder = Path(temporary)
-        sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": 4, "kv_heads": 2, "vocab": VOCABULARY}
-        make_tiny_target(folder / "target", **sizes, max_position_embeddings=1024)
+        make_target(folder)
         with ExitStack() as stack:
             if case.engine == "made up":
                 stack.enter_context(patch.object(extract_features, "read", MadeUp()))

@@ -151,6 +151,10 @@ class ArtifactStore:
             pairs = [pair for pair in pairs if self.root.joinpath(*pair, MANIFEST).is_file()]
         return [self.reference(*pair) for pair in sorted(pairs)]
 
+    def manifests(self, kind: str) -> Sequence[Manifest]:
+        """Of every whole artifact of a kind, the newest first."""
+        return sorted(map(self.manifest, self.list(kind)), key=lambda manifest: manifest.created, reverse=True)
+
     def delete(self, ref: ArtifactRef) -> None:
         """Remove an artifact: at once from sight, then its bytes. Not there is fine."""
         with file_lock(self._lock_path(ref), f"{ref.kind} {ref.fingerprint}"):

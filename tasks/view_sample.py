@@ -114,13 +114,10 @@ def _newest(store: ArtifactStore, kind: str, template_hash: str) -> ArtifactRef:
     """The newest artifact of this kind that was made with the target's chat template."""
     if kind not in {"responses", "conversations"}:
         raise LookupError(f"kind {kind!r}: it is responses or conversations")
-    manifests = [(store.manifest(ref), ref) for ref in store.list(kind)]
-    fitting = [
-        pair for pair in manifests if pair[0].parameters.get("chat_template", template_hash) == template_hash
-    ]
-    if not fitting:
-        raise LookupError(f"no {kind} in {store.uri} yet: `make regenerate-data` makes them")
-    return max(fitting, key=lambda pair: pair[0].created)[1]
+    for manifest in store.manifests(kind):
+        if manifest.parameters.get("chat_template", template_hash) == template_hash:
+            return manifest.ref
+    raise LookupError(f"no {kind} in {store.uri} yet: `make regenerate-data` makes them")
 
 
 if __name__ == "__main__":

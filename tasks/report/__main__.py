@@ -58,17 +58,12 @@ def find_report(store: ArtifactStore, name: str) -> DraftReport:
 
 def made_of(store: ArtifactStore, kind: str, draft: ArtifactRef) -> ArtifactRef | None:
     """The newest artifact of `kind` that was made of `draft`."""
-    manifests = [store.manifest(ref) for ref in store.list(kind)]
-    children = [m for m in manifests if any(ref.fingerprint == draft.fingerprint for ref in m.inputs)]
-    return max(children, key=lambda manifest: manifest.created).ref if children else None
+    return next((manifest.ref for manifest in store.manifests(kind) if draft in manifest.inputs), None)
 
 
 def listing(store: ArtifactStore) -> str:
     """Every draft, newest first: fingerprint, recipe, validation tau."""
-    manifests = sorted(
-        (store.manifest(ref) for ref in store.list("draft")), key=lambda m: m.created, reverse=True
-    )
-    lines = [f"{m.fingerprint}  {m.created[:16]}  {m.summary.get('recipe', '')}" for m in manifests]
+    lines = [f"{m.fingerprint}  {m.created[:16]}  {m.summary.get('recipe', '')}" for m in store.manifests("draft")]
     return "\n".join(lines) or "no draft at all"
 
 

@@ -76,6 +76,15 @@ def test_a_committed_artifact_is_found_with_its_manifest(store: ArtifactStore):
     assert sorted(path.name for path in store.root.joinpath("draft").iterdir()) == [FINGERPRINT]
 
 
+def test_manifests_come_with_the_newest_first(store: ArtifactStore):
+    for name in ("bb", "cc", "aa"):
+        write(store, name)
+        time.sleep(0.002)  # a manifest's time is in milliseconds
+    write(store, "dd", kind="features")
+    assert [manifest.fingerprint for manifest in store.manifests("draft")] == ["aa", "cc", "bb"]
+    assert store.manifests("published") == []
+
+
 def test_inputs_survive_a_move_of_the_store(store: ArtifactStore, tmp_path: Path):
     first = write(store)
     with store.writer("other", "aa", stage="s", stage_version=1, parameters={}, inputs=[first]) as writer:
