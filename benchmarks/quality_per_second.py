@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Column, arguments, print_table, write_results
-from eagle3core.acceptance import Response, Rounds, summarise
+from eagle3core.acceptance import Rounds, summarise
 from eagle3core.batch import Document
 from eagle3core.draft import Eagle3Draft
 from eagle3core.estimate import estimate
@@ -28,7 +28,7 @@ from eagle3core.training_config import TrainingConfig
 from eagle3core.ttt import TrainingTimeTest
 from storage.artifacts import ArtifactStore
 from storage.features import FeatureReader
-from tasks.documents import FeatureDocuments, HeldoutDocument, heldout_documents, split_train
+from tasks.documents import FeatureDocuments, HeldoutDocument, heldout_documents, split_train, with_responses
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import Recipe, load_recipe
 from tasks.target_weights import TargetWeights, read_target_weights
@@ -147,8 +147,7 @@ def train_for(trainer: Trainer, ramp: Sequence[tuple[float, int]], seconds: floa
 
 def heldout_rounds(draft: Eagle3Draft, heldout: Sequence[HeldoutDocument]) -> Rounds:
     """Greedy walked rounds over the held-out answers."""
-    documents = [item.document for item in heldout]
-    return estimate(draft, documents, [Response(item.prompt_id) for item in heldout], CHAIN).walk
+    return estimate(draft, *with_responses(heldout), CHAIN).walk
 
 
 def main(options: argparse.Namespace) -> None:

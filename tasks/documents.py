@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from eagle3core.acceptance import Response
 from eagle3core.batch import Document, HiddenTeacher, Teacher, TopKTeacher
 from storage.features import FeatureReader, FeatureSample, FeatureSpec
 from tasks.quantised import dequantise
@@ -46,6 +47,12 @@ class HeldoutDocument:
     prompt_id: str
     category: str
     temperature: float
+
+
+def with_responses(heldout: Sequence[HeldoutDocument]) -> tuple[list[Document], list[Response]]:
+    """The texts, and whose answers they are."""
+    responses = [Response(item.prompt_id, item.category, item.temperature) for item in heldout]
+    return [item.document for item in heldout], responses
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from eagle3core.acceptance import Mode, Response, Rounds, summarise
-from eagle3core.batch import Document
+from eagle3core.acceptance import Mode, Rounds, summarise
 from eagle3core.decoding.propose import Chain, DynamicTree, Proposer
 from eagle3core.decoding.replay import replay
 from eagle3core.drafters import load_draft
@@ -32,7 +31,7 @@ from eagle3core.teacher import TargetHead
 from storage.features import FeatureReader
 from storage.folder import PartFolder
 from storage.schemas import ACCEPTANCE, DecodedRow, to_table
-from tasks.documents import HeldoutDocument, heldout_documents, heldout_temperatures
+from tasks.documents import HeldoutDocument, heldout_documents, heldout_temperatures, with_responses
 from tasks.evaluate_draft import EvaluationSpec
 from tasks.evaluate_speed import Measured, SpeedBench, SpeedRun
 from tasks.evaluation import EXAMPLES, ROUNDS, ROWS, SUMMARY, Coverage, Evaluation, TemperatureFigures
@@ -71,7 +70,7 @@ def evaluate(spec: EvaluationSpec) -> Evaluation:
     read = _Reader.of(target)
 
     def estimated(heldout: Sequence[HeldoutDocument], proposal: Proposal) -> Estimate:
-        return estimate(draft, *_asked(heldout), spec.chain_length, proposal=proposal, target_head=head)
+        return estimate(draft, *with_responses(heldout), spec.chain_length, proposal=proposal, target_head=head)
 
     tree = DynamicTree(**spec.tree)
     figures, tables, examples = [], [], []
@@ -169,13 +168,7 @@ def tree_rounds(
 
 def replayed(draft: Draft, heldout: Sequence[HeldoutDocument], proposer: Proposer, mode: Mode) -> Rounds:
     """Rounds of `proposer` over stored answers, no target needed."""
-    return replay(draft, *_asked(heldout), proposer, mode)
-
-
-def _asked(heldout: Sequence[HeldoutDocument]) -> tuple[list[Document], list[Response]]:
-    """The texts, and whose answers they are."""
-    responses = [Response(item.prompt_id, item.category, item.temperature) for item in heldout]
-    return [item.document for item in heldout], responses
+    return replay(draft, *with_responses(heldout), proposer, mode)
 
 
 def _speed(
