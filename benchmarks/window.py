@@ -2,8 +2,8 @@
 
 In: answers of random tokens on a tiny random Llama whose captured states make 14 KB a token. Out: a table. "made up"
 extracts at the disk's speed (random numbers by the sample's id) and trains in this process, so that 10 GB pass in
-minutes; "hugging face" is the real engine and the real trainer, processes of their own for every fill. The floor is
-the run without a window.
+minutes; "hugging face" and "vllm" are the real engines and the real trainer, processes of their own for every fill. The
+floor is the run without a window.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tasks.samples import feature_sample
 HIDDEN, LAYERS, VOCABULARY, TOP_K = 128, 28, 300, 8
 CAPTURED = list(range(1, LAYERS))  # many, so that a token is heavy and its training light: the draft reads three
 LOOK_SECONDS = 0.02
+ENGINES = {"made up": "huggingface", "hugging face": "huggingface", "vllm": "vllm"}
 COLUMNS = [
     Column("extraction", "what"),
     Column("data GB", "data", "{:.3f}"),
@@ -56,7 +57,7 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class Case:
-    """data, window: GB. engine: "made up" or "hugging face"."""
+    """data, window: GB. engine: "made up", "hugging face" or "vllm"."""
 
     engine: str
     data: float
@@ -85,14 +86,14 @@ def recipe_for(folder: Path, case: Case, window: float | None) -> Recipe:
         "data": {"sources": [{"kind": "messages", "uri": "-"}], "max_prompt_tokens": 512, "max_tokens": 1024},
         # Answers that were there before: nothing is captured on the way.
         "responses": {"engine": "http", "servers": ["http://127.0.0.1:1"], "part_size": 8},
-        "features": {"engine": "huggingface", "layer_ids": CAPTURED, "dtype": "float32", "teacher_k": TOP_K},
+        "features": {"engine": ENGINES[case.engine], "layer_ids": CAPTURED, "dtype": "float32", "teacher_k": TOP_K},
         "draft": {"layer_ids": [2, LAYERS // 2, LAYERS - 3]},
         "vocabulary": {"size": 128},
         "training": {
             "ttt_steps": 1, "epochs": case.epochs, "tokens_per_batch": 512 if case.data < 1 else 4096, "lr": 1e-3,
             "checkpoint_every": 1000, "evaluate_every": 1000, "threads": 1,
         },
-        "vllm": {"engines": 1, "threads": 1},
+        "vllm": {"engines": 1, "threads": 1, "kv_cache_gb": 1, "enforce_eager": True},
         "store": {"uri": str(folder / ("unbounded" if window is None else "windowed")), "window_gb": window},
     }  # fmt: skip
     return build_recipe(raw)
@@ -269,6 +270,7 @@ def main() -> None:
     cases = [Case("made up", 0.12, 0.05, 1)]
     if not options.quick:
         cases = [Case("made up", 10.0, 2.0, 1), Case("hugging face", 0.5, 0.1, 1), Case("hugging face", 0.2, 0.1, 2)]
+        cases += [Case("vllm", 0.1, 0.05, 1)]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="windows-") as base:
         rows = [measure(Path(base), case) for case in cases]
     print_table(COLUMNS, rows)
