@@ -96,10 +96,11 @@ def write_single(folder: Path, samples: Sequence[FeatureSample], flush: bool = F
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
     """Without a copy; bfloat16's bits as int16, which costs the same."""
-    return torch.frombuffer(array, dtype=_TORCH[array.dtype.str]).view(array.shape)
+    return torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array)
 
 
-warnings.filterwarnings("ignore", "The given buffer is not writable")  # nothing writes into what was read
+# Nothing writes into what was read.
+warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
 _TORCH = {"<u2": torch.int16, "<f2": torch.float16, "<i4": torch.int32, "<f4": torch.float32}
 
 

@@ -198,7 +198,7 @@ class FeatureReader:
                 raise DamagedPart(place[0], f"row {place[1]} does not agree with its checksum")
             self._verified[i] = True
         arrays = {
-            wide.name: np.frombuffer(value, wide.dtype).reshape(-1, *wide.shape)
+            wide.name: np.ndarray((len(value) // wide.row_bytes, *wide.shape), wide.dtype, value)
             for wide, value in zip(self._wide, values, strict=True)
         }
         text = {name: column[i] for name, column in self._text.items()}
