@@ -61,7 +61,7 @@ reproduce: $(STAMP) ## the three of them, one after the other; ended in the midd
 	@$(call RUN,scale-data)
 	@$(call RUN,compare-drafters)
 
-plan: $(STAMP) ## what a build would do: which stages are there, which are to be made
+plan: $(STAMP) ## what a build and the experiments would do: which stages are there, what the rest takes
 	@$(call RUN,plan)
 
 report: $(STAMP) ## where the finished draft's report is

@@ -66,8 +66,5 @@ class Shared:
 
 
 def _measure(shared: Shared, run: ArmRun, arm: Build, trees: bool) -> MeasuredDraft:
-    do = shared.of(arm)
-    trained = dag.train(do)
-    proof = dag.prove(do, trained, serving=False)
-    tree = dag.measure_tree(do, trained) if trees else None
+    trained, proof, tree = dag.measure(shared.of(arm), trees=trees)
     return MeasuredDraft(Cell(run.arm, run.share), run.seed, trained.draft, proof.acceptance, tree)

@@ -70,6 +70,12 @@ def measure_tree(do: Do, trained: Trained) -> ArtifactRef:
     return do(measure_trees, trained.draft, trained.features)
 
 
+def measure(do: Do, *, trees: bool) -> tuple[Trained, Proof, ArtifactRef | None]:
+    """What an experiment wants of an arm: a draft, its acceptance, its own tree's where `trees`."""
+    trained = train(do)
+    return trained, prove(do, trained, serving=False), measure_tree(do, trained) if trees else None
+
+
 def publish(do: Do, trained: Trained, proof: Proof) -> ArtifactRef:
     """The folder that a server loads, with its model card and report."""
     return do(publish_draft, trained.draft, proof.acceptance, *([proof.serving] if proof.serving else []))

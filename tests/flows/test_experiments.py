@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from flows import look
 from flows.ablate_draft import ablate_draft
 from flows.command import main
 from flows.compare_drafters import compare_drafters
@@ -13,7 +15,7 @@ from flows.scale_data import scale_data
 from storage.artifacts import ArtifactRef, ArtifactStore
 from tasks.experiment.arms import arm_runs
 from tasks.outcome import outcome_of
-from tasks.recipe import Recipe, RecipeError, load_recipe, recipe_names
+from tasks.recipe import Recipe, RecipeError, build_recipe, load_recipe, recipe_names
 from tests.flows.fake_stages import TARGET, FakeStage
 from tests.flows.test_flows import calls, run
 
@@ -90,6 +92,28 @@ def test_the_page_is_left_beside_the_table_and_the_claims_are_said_at_the_end(st
     lines = outcome_of(recipe, TARGET, ArtifactStore(recipe.store.uri), page, None, None).lines()
     assert any(line.endswith(": fast accepts more than slow (chain, T = 0)") for line in lines)
     assert any(line.endswith("report.html") for line in lines)
+
+
+def test_a_plan_counts_every_experiments_drafts_and_what_is_to_go(
+    stages: Stages, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(look, "prepare_target", lambda recipe: TARGET)
+    monkeypatch.setattr(look, "page", lambda *_: [])
+    stages["train_draft"].seconds = 60
+    arms = arms_of("ablate_draft", seeds=[0, 1]) | arms_of("compare_drafters", seeds=[0, 1, 2])
+    both = build_recipe(recipe.model_dump(mode="json"), arms)
+
+    def lines() -> dict[str, str]:
+        look.plan(both)
+        return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if "drafts" in line)
+
+    assert lines()["ablate-draft"] == "4 drafts, 4 to train; about 4 min to go"
+    made(ablate_draft, both, {})
+    done = lines()
+    assert done["ablate-draft"] == "4 drafts, 0 to train; all there"
+    assert done["compare-drafters"] == "6 drafts, 2 to train; about 2 min to go"
+    stages["train_draft"].seconds = math.nan  # as long as its inputs are not there
+    assert lines()["compare-drafters"].endswith(", and 2 stages whose time is known later")
 
 
 @pytest.mark.parametrize(
