@@ -145,7 +145,7 @@ def _trees(arms: Sequence[str], measured: Measured) -> list[Claim]:
 
 
 def _scale(arms: Sequence[str], measured: Measured) -> list[Claim]:
-    """Figures 1 and 4: tau rises with the data, and the last arm's gain is at least twice the first's."""
+    """Figures 1 and 4: tau rises with the data, and the last arm gains more than the first, at least twice as much."""
     shares = sorted({cell.share for cell in measured.cells})
     times = f"from {1:g}x to {shares[-1] / shares[0]:g}x the data"
     gain = lambda arm, weight: (
@@ -156,14 +156,18 @@ def _scale(arms: Sequence[str], measured: Measured) -> list[Claim]:
         Claim(f"{arm}'s tau rises {times} (chain, T = 0)", "gain in tau", gain(arm, 1.0), 0.0, "Figures 1, 4")
         for arm in arms
     ]
-    ratio = Claim(
-        f"{arms[-1]} gains at least {LEAST_RATIO:g} times what {arms[0]} gains {times}",
-        f"its gain minus {LEAST_RATIO:g} times the other's",
-        (*gain(arms[-1], 1.0), *gain(arms[0], -LEAST_RATIO)),
+    against = lambda says, measure, ratio: Claim(
+        f"{arms[-1]} gains {says} {arms[0]} gains {times}",
+        measure,
+        (*gain(arms[-1], 1.0), *gain(arms[0], -ratio)),
         0.0,
         "Figures 1, 4",
     )
-    return [*claims, ratio]
+    return [
+        *claims,
+        against("more than", "its gain minus the other's", 1.0),
+        against(f"at least {LEAST_RATIO:g} times what", f"its gain minus {LEAST_RATIO:g} times the other's", LEAST_RATIO),
+    ]
 
 
 def _higher(better: str, worse: str, quantity: Quantity, source: str) -> Claim:

@@ -17,7 +17,7 @@ from tasks.report.experiment import markdown, render_experiment
 from tasks.stage import Plan, Stage, run_plan
 from tasks.stage_task import StageTask, stage_task
 
-STAGE = Stage(name="report-experiment", kind="experiment", version=2)
+STAGE = Stage(name="report-experiment", kind="experiment", version=3)
 
 REPORT, TABLE = "report.html", "table.md"
 SECONDS_A_DRAFT = 0.2

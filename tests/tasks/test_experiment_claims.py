@@ -66,8 +66,11 @@ def test_figure_7_is_decided_by_the_fall_from_the_first_position_to_the_fifth(la
     assert falls_more.outcome == ("found" if outcome == "found" else "within noise")
 
 
-@pytest.mark.parametrize(("steps", "outcome"), [((0.005, 0.06), "found"), ((0.05, 0.06), "not found")])
-def test_scaling_compares_gains_and_not_levels(steps, outcome):
+@pytest.mark.parametrize(
+    ("steps", "twice", "more"),
+    [((0.005, 0.06), "found", "found"), ((0.045, 0.06), "not found", "found"), ((0.06, 0.045), "not found", "not found")],
+)
+def test_scaling_compares_gains_and_not_levels(steps, twice, more):
     shares = (0.125, 0.25, 0.5, 1.0)
     arms = {
         Cell(name, share): [0.3 + step * doubling] * K
@@ -75,7 +78,8 @@ def test_scaling_compares_gains_and_not_levels(steps, outcome):
         for doubling, share in enumerate(shares)
     }
     found = verdicts(SCALE, ("EAGLE", "EAGLE-3"), make_measured(arms, rounds=60, spread=0.002))
-    assert found["EAGLE-3 gains at least 2 times what EAGLE gains from 1x to 8x the data"].outcome == outcome
+    assert found["EAGLE-3 gains at least 2 times what EAGLE gains from 1x to 8x the data"].outcome == twice
+    assert found["EAGLE-3 gains more than EAGLE gains from 1x to 8x the data"].outcome == more
     assert found["EAGLE-3's tau rises from 1x to 8x the data (chain, T = 0)"].outcome == "found"
 
 
