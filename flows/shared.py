@@ -91,5 +91,5 @@ def started(recipe: Recipe, overrides: Mapping[str, Any] | None) -> Iterator[Bui
         recipe = build_recipe(recipe.model_dump(mode="json"), overrides, where=f"recipe {recipe.name}")
         target = check_target(recipe)
         page = runtime.flow_run.ui_url
-        with BuildTracker(recipe, target, flow=flow_name, name=runtime.flow_run.name, page=page) as tracker:
+        with BuildTracker(recipe, target, flow=flow_name, name=f"{flow_name} {runtime.flow_run.name}", page=page) as tracker:
             yield Build(recipe, target, tracker)

@@ -73,6 +73,7 @@ def test_mlflow_has_the_build_its_stages_and_its_draft(
     stages = {run.data.tags["draftline.stage"] for run in runs if "draftline.stage" in run.data.tags}
     assert len(stages) == len(KINDS)
     (build,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    assert build.info.run_name == "build-draft tiny"
     positions = [point.step for point in client.get_metric_history(build.info.run_id, "survival_walk_t0")]
     assert positions == [1, 2, 3]
     train = next(run for run in runs if run.data.tags.get("draftline.stage") == "train-draft")
@@ -100,3 +101,11 @@ def test_another_learning_rate_trains_again_on_the_same_answers(
     assert other != published
     assert len(store.list("responses")) == 1
     assert len(store.list("draft")) == 2
+
+
+def test_another_drafter_goes_through_the_same_flow(published: ArtifactRef, recipe: Recipe, store: ArtifactStore):
+    other = build_draft(recipe=recipe, overrides={"draft.drafter": "eagle1"})
+    folder = store.local(other)
+    assert json.loads((folder / "config.json").read_text())["drafter"] == "eagle1"
+    assert "EAGLE-1" in (folder / "README.md").read_text() and (folder / "report.html").is_file()
+    assert len(store.list("responses")) == 1
