@@ -53,16 +53,18 @@ def markdown(result: ExperimentResult) -> str:
     """The table and the sentences, for docs/reproduction.md."""
     heads = [tau_head(quantity) for quantity in result.quantities]
     scaling = result.kind == SCALE
+    cost = "" if scaling else " drafting, ms a token |"
     lines = [
-        f"| arm |{' data |' if scaling else ''} seeds | steps | training | {' | '.join(heads)} | position 1 |",
-        "|" + "---|" * (5 + scaling + len(heads)),
+        f"| arm |{' data |' if scaling else ''} seeds | steps | training | {' | '.join(heads)} | position 1 |{cost}",
+        "|" + "---|" * (6 + len(heads)),
     ]
     for row in result.rows:
         taus = [rounded(row.figures.get(quantity), 3) for quantity in result.quantities]
         share = f" {_times(result, row)} |" if scaling else ""
         first = rounded(row.figures.get(Quantity("survival", 1)), 3)
         made = f"{len(row.seeds)} | {row.steps:,.0f} | {row.seconds:,.0f} s"
-        lines.append(f"| {row.name} |{share} {made} | {' | '.join(taus)} | {first} |")
+        cost = "" if scaling else f" {'–' if row.chain_ms is None else f'{row.chain_ms:.2f}'} |"
+        lines.append(f"| {row.name} |{share} {made} | {' | '.join(taus)} | {first} |{cost}")
     return "\n".join([*lines, "", *(f"- {verdict.sentence}" for verdict in result.verdicts), ""])
 
 

@@ -65,6 +65,9 @@ def test_the_page_stands_alone_and_says_every_claim(kind: str):
 def test_markdown_has_a_row_an_arm_and_a_sentence_a_claim():
     result = make_result()
     lines = markdown(result).splitlines()
+    assert lines[0].endswith("| drafting, ms a token |") and lines[2].endswith(f" {result.rows[0].chain_ms:.2f} |")
+    scaling = markdown(make_result(SCALE)).splitlines()
+    assert all(line.count("|") == scaling[0].count("|") for line in scaling[:10]) and "drafting" not in scaling[0]
     assert [line.split("|")[1].strip() for line in lines[2:5]] == list(ARMS)
     assert all(line.count("|") == lines[0].count("|") for line in lines[:5])
     sentences = [line for line in lines if line.startswith("- ")]
