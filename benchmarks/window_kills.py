@@ -27,7 +27,7 @@ from storage.artifacts import ArtifactStore
 from tasks import build_vocabulary, extract_features, train_draft
 from tasks.prepare_target import prepare_target
 
-CASE = Case("hugging face", 0.06, 0.03, 2)
+CASE = Case("hugging face", 0.06, 0.04, 1)
 COLUMNS = [
     Column("data GB", "data", "{:.2f}"), Column("window GB", "window", "{:.2f}"), Column("peak features", "peak", "{:.3f}"),
     Column("alone s", "alone", "{:.0f}"), Column("kills", "kills"), Column("in training", "training"),
