@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,18 +45,45 @@ COLUMNS = [
 
 
 @dataclass
-class Counts:
-    """Over all builds. kept: files that stood at a build's last kill. moments: seconds from a start to its kill."""
+class Kills:
+    """Over all builds. left_running: children that outlived a kill. moments: seconds from a start to its kill."""
 
     kills: int = 0
     builds: int = 0
-    kept: int = 0
     left_running: int = 0
+    moments: list[float] = field(default_factory=list)
+
+    def kill_after(self, process: subprocess.Popen, moment: float) -> str | None:
+        """SIGKILL after so many seconds; the command lines of its children then, None where it was done before."""
+        try:
+            process.wait(moment)
+        except subprocess.TimeoutExpired:
+            children = psutil.Process(process.pid).children(recursive=True)
+            ran = "\n".join(_command_line(child) for child in children)
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            self.left_running += len(psutil.wait_procs(children, timeout=20)[1])
+            self.kills += 1
+            self.moments.append(moment)
+            return ran
+        return None
+
+
+def _command_line(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+@dataclass
+class Counts(Kills):
+    """kept: files that stood at a build's last kill."""
+
+    kept: int = 0
     changed: int = 0
     lost: int = 0
     doubled: int = 0
     other: int = 0
-    moments: list[float] = field(default_factory=list)
 
 
 def build(folder: Path, store: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -79,31 +107,18 @@ def answer(case: dict[str, Any]) -> None:
     make_responses.run(recipe, target, store, store.reference("conversations", case["conversations"]))
 
 
-def start(case: dict[str, Any]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "benchmarks.kills", "--case", json.dumps(case)]
-    own = own_device(Path(case["target"]["path"]).parent)
+def start(module: str, case: str, folder: Path) -> subprocess.Popen:
+    """`python -m module --case CASE`, to be killed. Its lock on the device lies in `folder`: no build beside it waits."""
+    command = [sys.executable, "-m", module, "--case", case]
+    own = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=own, start_new_session=True, **quiet)
-
-
-def own_device(folder: Path) -> dict[str, str]:
-    """The environment of a process whose lock on the device is its own: it does not wait for a build beside it."""
-    return {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
 
 
 def finish(process: subprocess.Popen) -> None:
     _, said = process.communicate()
     if process.returncode:
         raise RuntimeError(f"the stage failed:\n{said[-2000:]}")
-
-
-def kill(process: subprocess.Popen) -> int:
-    """SIGKILL; how many of its children did not go by themselves."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    return len(alive)
 
 
 def parts(store: Path) -> dict[str, bytes]:
@@ -137,9 +152,10 @@ def compare(store: Path, expected: list[ResponseRow], counts: Counts) -> None:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    begin = lambda case: start("benchmarks.kills", json.dumps(case), folder)
     case = build(folder, folder / "alone", options)
     began = time.monotonic()
-    finish(start(case))
+    finish(begin(case))
     alone = time.monotonic() - began
     expected = rows(folder / "alone")
     counts, draw = Counts(), random.Random(options.seed)
@@ -149,8 +165,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         standing: dict[str, bytes] = {}
         done = False
         while not done:
-            process = start(case)
-            done = not _killed(process, draw.uniform(0, alone), counts) if counts.kills < options.kills else True
+            process = begin(case)
+            done = counts.kills >= options.kills or counts.kill_after(process, draw.uniform(0, alone)) is None
             if done:
                 finish(process)
                 counts.kept += len(standing)
@@ -162,18 +178,6 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     figures = {name: value for name, value in vars(counts).items() if name != "moments"}
     moments = [round(moment / alone, 3) for moment in counts.moments]
     return {"engine": options.engine, "answers": len(expected), "alone": alone, **figures, "moments": moments}
-
-
-def _killed(process: subprocess.Popen, moment: float, counts: Counts) -> bool:
-    """Kill it after so many seconds; False where it was done before."""
-    try:
-        process.wait(moment)
-    except subprocess.TimeoutExpired:
-        counts.left_running += kill(process)
-        counts.kills += 1
-        counts.moments.append(moment)
-        return True
-    return False
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness import Column, arguments, print_table, write_results
@@ -20,28 +19,16 @@ from tasks import check_serving
 from tasks.experiment.arms import ArmRun, arm_runs, capture_union
 from tasks.prepare_target import TargetInfo, prepare_target
 from tasks.recipe import load_recipe
-from tasks.stage_task import StageTask
-
-
-@dataclass(frozen=True)
-class Finder:
-    """A `dag.Do` that makes nothing."""
-
-    run: ArmRun
-    target: TargetInfo
-    store: ArtifactStore
-
-    def __call__(self, stage: StageTask, *inputs: ArtifactRef) -> ArtifactRef:
-        ref = stage.plan(self.run.recipe, self.target, *inputs).find(self.store)
-        if ref is None:
-            raise SystemExit(f"{self.run.label}: no {stage.stage.kind} in {self.store.root}: run compare-drafters first")
-        return ref
+from tasks.stage_task import NotBuiltError, StageTask
 
 
 def serve(run: ArmRun, target: TargetInfo, store: ArtifactStore) -> list[dict[str, Any]]:
-    """The serving check of one arm's draft: a row for each temperature."""
+    """The serving check of one arm's draft: a row for each temperature. Raises NotBuiltError where there is no draft."""
     began = time.monotonic()
-    do = Finder(run, target, store)
+
+    def do(stage: StageTask, *inputs: ArtifactRef) -> ArtifactRef:
+        return stage.existing(run.recipe, target, *inputs)
+
     trained = dag.train(do)
     acceptance = dag.prove(do, trained, serving=False).acceptance
     ref = check_serving.run(run.recipe, target, store, trained.draft, acceptance, trained.responses)
@@ -87,7 +74,10 @@ def main() -> None:
     first = [run for run in runs if run.seed == runs[0].seed]
     rows: list[dict[str, Any]] = []
     for run in first[-1:] if options.quick else first:
-        rows += serve(run, target, store)
+        try:
+            rows += serve(run, target, store)
+        except NotBuiltError:
+            raise SystemExit(f"{run.label} is not in {store.root}: run compare-drafters first") from None
         lines = [row | {"served_text": rates(row["served"]), "ours_text": rates(row["ours"])} for row in rows]
         print_table(COLUMNS, lines)
         write_results("served_drafters", rows, options)

@@ -14,14 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks.harness import Column, arguments, print_table, write_results
-from benchmarks.kills import finish, kill, own_device
+from benchmarks.kills import Kills, finish, start
 from benchmarks.window import Case, Watch, make_target, recipe_for, watched, write_answers
 from storage.artifacts import ArtifactStore
 from tasks import build_vocabulary, extract_features, train_draft
@@ -37,18 +35,21 @@ COLUMNS = [
 
 
 @dataclass
-class Counts:
-    """training, extraction: kills while such a worker ran. moments: seconds from a start to its kill. peak: GB."""
+class Counts(Kills):
+    """training, extraction: kills while such a worker ran. peak: GB."""
 
-    kills: int = 0
     training: int = 0
     extraction: int = 0
-    builds: int = 0
-    left_running: int = 0
     other_losses: int = 0
     other_drafts: int = 0
     peak: float = 0.0
-    moments: list[float] = field(default_factory=list)
+
+    def killed(self, process: subprocess.Popen, moment: float) -> bool:
+        """Kill it after so many seconds; False where it was done before."""
+        ran = self.kill_after(process, moment)
+        self.training += "train_worker" in (ran or "")
+        self.extraction += "engines.worker" in (ran or "")
+        return ran is not None
 
 
 @dataclass(frozen=True)
@@ -85,33 +86,16 @@ def learnt(store: Path) -> Learnt:
     return Learnt(losses, (folder / "draft/model.safetensors").read_bytes())
 
 
-def start(folder: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "benchmarks.window_kills", "--case", str(folder)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=own_device(folder), start_new_session=True, **quiet)
-
-
-def killed(process: subprocess.Popen, moment: float, counts: Counts) -> bool:
-    """Kill it after so many seconds; False where it was done before."""
-    try:
-        process.wait(moment)
-    except subprocess.TimeoutExpired:
-        words = " ".join(" ".join(child.cmdline()) for child in psutil.Process(process.pid).children(recursive=True))
-        counts.training += "train_worker" in words
-        counts.extraction += "engines.worker" in words
-        counts.left_running += kill(process)
-        counts.kills += 1
-        counts.moments.append(moment)
-        return True
-    return False
+def begin(folder: Path) -> subprocess.Popen:
+    return start("benchmarks.window_kills", str(folder), folder)
 
 
 def killed_again_and_again(folder: Path, alone: float, most: int, draw: random.Random, counts: Counts) -> None:
     """One build, killed at random moments until it is done, or `most` kills were made in all."""
     done = False
     while not done:
-        process = start(folder)
-        done = counts.kills >= most or not killed(process, draw.uniform(0, alone), counts)
+        process = begin(folder)
+        done = counts.kills >= most or not counts.killed(process, draw.uniform(0, alone))
         if done:
             finish(process)
         print(f"{counts.kills} kills, {counts.training} in training", file=sys.stderr)
@@ -131,7 +115,7 @@ def watched_build(folder: Path, work: Any) -> Watch:
 
 def measure(base: Path, options: argparse.Namespace) -> dict[str, Any]:
     folder, began = place(base, "alone"), time.monotonic()
-    watched_build(folder, lambda: finish(start(folder)))
+    watched_build(folder, lambda: finish(begin(folder)))
     alone = time.monotonic() - began
     store = "windowed"
     expected, counts, draw = learnt(folder / store), Counts(), random.Random(options.seed)

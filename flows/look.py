@@ -63,7 +63,7 @@ def _experiment(kind: str, recipe: Recipe, target: TargetInfo, store: ArtifactSt
     for run in runs:
         dag.measure(partial(look, run), trees=getattr(recipe.experiments, kind).trees)
     new = sum(kind == "draft" for kind, _ in missing)
-    times = [seconds for seconds in missing.values() if seconds == seconds]
+    times = [seconds for seconds in missing.values() if not math.isnan(seconds)]
     unknown = len(missing) - len(times)
     state = f"{spoken(sum(times))} to go" if missing else "all there"
     later = f", and {unknown} stages whose time is known later" if unknown else ""
@@ -90,7 +90,7 @@ def _estimate(
     stage: StageTask, recipe: Recipe, target: TargetInfo, store: ArtifactStore, inputs: tuple[ArtifactRef, ...]
 ) -> str:
     seconds = _seconds(stage, recipe, target, store, inputs)
-    return spoken(seconds) if seconds == seconds else "its time is known once its inputs are there"
+    return "its time is known once its inputs are there" if math.isnan(seconds) else spoken(seconds)
 
 
 def _seconds(
